@@ -150,11 +150,22 @@ def reliability(session: nox.Session) -> None:
 
 
 @nox.session
+def ledger(session: nox.Session) -> None:
+    """Take away everything that users can see, and look whether its test fails: an hour or two.
+
+    Arguments after -- go to `python -m tests.ledger`.
+    """
+    session.install("-e", ".", *group("test"))
+    session.run("python", "-m", "tests.ledger", *session.posargs, env=hermetic_env(session))
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting."""
     session.install(*group("lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
+    session.run("python", "tests/plain_face.py", "--check")
 
 
 @nox.session

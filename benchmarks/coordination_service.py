@@ -197,7 +197,7 @@ def from_memory(hosts: int) -> Talk:
             for part in (peers.index, (peers.index - 1) % hosts)
             for step in _STEPS
         )
-        # As `SnapshotPeers` does it.
+        # As `PeerReplication` does it.
         async with peers.all_of("peers", "what is in memory") as operation:
             key = json.dumps({"id": _SAVE, "key": new_key()}).encode()
             await operation.lead(key if peers.index == 0 else None)

@@ -6,7 +6,7 @@
 The same loop trains and saves to a disk alone, and to a disk whose steps are copied on to S3
 behind a slow line; a new process each, in turns. The store and the line are processes of this
 machine, which a real run does not pay for: they have a processor of their own, and the trainer and
-its keeper have the others. Needs the dependency group `stores`.
+its agent have the others. Needs the dependency group `stores`.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Run:
         blocked: The median of the calls of `save`.
         trained: The loop, with its saves.
         trainer: Processor time of the process in it.
-        keeper: Processor time of its keeper in it.
+        agent: Processor time of its agent in it.
         drained: How many steps were on the store at the end of the loop.
     """
 
     blocked: float
     trained: float
     trainer: float = 0.0
-    keeper: float = 0.0
+    agent: float = 0.0
     drained: int = 0
 
 
@@ -105,7 +105,7 @@ def _run(disk: Path, root: Any, processors: set[int], steps: int, nbytes: int) -
         for number in range(WARM_SAVES + SAVES):
             if number == WARM_SAVES:
                 _wait_for_drains(mgr, root)
-                began, trainer, keeper = time.perf_counter(), time.process_time(), _keeper_time()
+                began, trainer, agent = time.perf_counter(), time.process_time(), _agent_time()
             called = time.perf_counter()
             mgr.save(number, state)
             if number >= WARM_SAVES:
@@ -116,7 +116,7 @@ def _run(disk: Path, root: Any, processors: set[int], steps: int, nbytes: int) -
             statistics.median(blocked),
             time.perf_counter() - began,
             time.process_time() - trainer,
-            _keeper_time() - keeper,
+            _agent_time() - agent,
             _drained(mgr, root),
         )
     return taken
@@ -154,10 +154,10 @@ def _training(nbytes: int) -> tuple[Any, Any]:
 def _manager(disk: Path, root: Any) -> ckpt.sync.CheckpointManager:
     import ckpt.sync
 
-    kept = ckpt.policies.LatestN(2)
+    kept = ckpt.keep.Latest(2)
     if root is None:
-        return ckpt.sync.CheckpointManager(disk, preservation=kept)
-    tier = ckpt.tiers.Tier(disk, preservation=kept)
+        return ckpt.sync.CheckpointManager(disk, keep=kept)
+    tier = ckpt.tiers.Tier(disk, keep=kept)
     return ckpt.sync.CheckpointManager(root, tiers=[tier])
 
 
@@ -175,7 +175,7 @@ def _drained(mgr: ckpt.sync.CheckpointManager, root: Any) -> int:
     return sum(not where[-1].startswith("/") for where in tiers)
 
 
-def _keeper_time() -> float:
+def _agent_time() -> float:
     """Returns the processor time of the processes that this one has started, in seconds."""
     ticks = 0
     for children in Path("/proc/self/task").glob("*/children"):
@@ -194,20 +194,20 @@ def markdown(rounds: Sequence[Mapping[Way, Run]], nbytes: int) -> str:
         ratio = statistics.median(drain / disk for disk, drain in zip(*both, strict=True))
         return name, *(value(statistics.median(each)) for each in both), f"{ratio:.3f}x", asked
 
-    keeper = statistics.median(runs["drain"].keeper for runs in rounds)
+    agent = statistics.median(runs["drain"].agent for runs in rounds)
     drained = statistics.median(runs["drain"].drained for runs in rounds)
     asked = f"{ASKED}x"
     rows = [
         row("blocked by a `save`", "blocked", asked),
         row("the loop, with its saves", "trained", asked),
         row("processor time of the trainer", "trainer"),
-        ("processor time of the keeper", "", value(keeper), "", ""),
+        ("processor time of the agent", "", value(agent), "", ""),
     ]
     head = ("", "disk alone", "disk that drains to S3", "drain / disk", "asked: at most")
     return (
         f"{SAVES} saves of {size(nbytes)} with about {SECONDS_A_SAVE:g} s of training after each; "
         f"S3 with {LATENCY_S * 1e3:.0f} ms before every request and {BANDWIDTH / 1e6:.0f} MB/s; "
-        f"medians of {len(rounds)} rounds, and of their ratios. Trainer and keeper share "
+        f"medians of {len(rounds)} rounds, and of their ratios. Trainer and agent share "
         f"{max(1, len(os.sched_getaffinity(0)) - 1)} of {len(os.sched_getaffinity(0))} processors, "
         "store and line have the other. "
         f"When the loop ended, S3 had {drained:.0f} of the steps.\n\n"

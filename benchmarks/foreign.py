@@ -143,7 +143,7 @@ def convert(folder: Path, how: str) -> dict[str, float]:
     import jax
 
     import ckpt.sync
-    from ckpt._api import conversion  # noqa: F401
+    from ckpt._calls import conversion  # noqa: F401
 
     jax.devices()
     source: Any = folder / "1"

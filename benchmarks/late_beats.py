@@ -143,7 +143,7 @@ def _flows(mgr: ckpt.CheckpointManager, place: Path, smoke: bool) -> list[Flow]:
         ("verify", lambda: mgr.verify(latest)),
         (
             "convert",
-            lambda: ckpt.convert(place / str(latest), place / "copy", overwrite=True),
+            lambda: ckpt.convert(place / str(latest), place / "copy", if_exists="replace"),
         ),
     ]
 
@@ -152,10 +152,10 @@ async def _measure(
     late_seconds: float | None, again: int, smoke: bool, place: Path
 ) -> dict[str, Found]:
     root = place / "run"
-    policy = ckpt.policies.LatestN(2)
+    policy = ckpt.keep.Latest(2)
     beats = Beats(late_seconds, place / "stacks")
     found: dict[str, Found] = {}
-    async with ckpt.CheckpointManager(root, preservation=policy) as mgr:
+    async with ckpt.CheckpointManager(root, keep=policy) as mgr:
         for name, call in _flows(mgr, root, smoke):
             for label, count in (("first", 1), ("later", again)):
                 each = found[f"{name}, {label}"] = Found()

@@ -41,7 +41,7 @@ class KilledJob:
 
     Attributes:
         processes: Which processes get `kill -9`.
-        hosts: Whose memory is lost at the same time, or when the keepers of that job have written.
+        hosts: Whose memory is lost at the same time, or when the agents of that job have written.
         terminates: Whether the whole job gets SIGTERM instead, and `kill -9` five seconds later.
     """
 
@@ -81,7 +81,7 @@ def lost(way: KilledJob, place: Path, memory: Path) -> tuple[int, float]:
                 start = int(_read_to(job.stdout, "resumed at step")[-1])
                 return KILLED_AT + 1 - start, time.perf_counter() - began
             job.terminate()
-            # Until the keepers have closed it, too.
+            # Until the agents have closed it, too.
             rest = job.stdout.read()
             _lose(memory, way.hosts)
         finally:
@@ -115,7 +115,7 @@ def _started(place: Path, memory: Path) -> subprocess.Popen[str]:
 
 
 def _end(job: subprocess.Popen[str]) -> None:
-    """Ends a job with all its processes; keepers have sessions of their own."""
+    """Ends a job with all its processes; agents have sessions of their own."""
     try:
         os.killpg(job.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -135,7 +135,7 @@ def rows(rounds: int) -> list[tuple[str, ...]]:
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in WAYS}
     for _ in range(rounds):
         for name, way in WAYS.items():
-            # Keepers may still be writing there when they are removed.
+            # Agents may still be writing there when they are removed.
             with (
                 tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as place,
                 tempfile.TemporaryDirectory(

@@ -66,17 +66,17 @@ def _terminate(run: Trainer) -> list[str]:
     return said
 
 
-def _kill_keeper(run: Trainer) -> None:
+def _kill_agent(run: Trainer) -> None:
     from tests.support.snapshots import children_of
 
-    for keeper in children_of(run.process.pid):
-        os.kill(keeper, signal.SIGKILL)
+    for agent in children_of(run.process.pid):
+        os.kill(agent, signal.SIGKILL)
 
 
-def _kill_keeper_first(run: Trainer) -> list[str]:
-    """Kill the keeper; the trainer some snapshots later, which have started another keeper."""
+def _kill_agent_first(run: Trainer) -> list[str]:
+    """Kill the agent; the trainer some snapshots later, which have started another agent."""
     said = run.lines(until=f"ack {SNAPSHOTS}")
-    _kill_keeper(run)
+    _kill_agent(run)
     said += run.lines(until=f"ack {2 * SNAPSHOTS}")
     run.kill()
     return said
@@ -84,7 +84,7 @@ def _kill_keeper_first(run: Trainer) -> list[str]:
 
 def _kill_both(run: Trainer) -> list[str]:
     said = run.lines(until=f"ack {SNAPSHOTS}")
-    _kill_keeper(run)
+    _kill_agent(run)
     run.kill()
     return said
 
@@ -93,7 +93,7 @@ WAYS = {
     "`kill -9`": Way("wait", _kill),
     "an exception": Way("raise", _alone),
     "SIGTERM in a compile": Way("compile", _terminate),
-    "`kill -9` of the keeper, and later of the trainer": Way("go on", _kill_keeper_first),
+    "`kill -9` of the agent, and later of the trainer": Way("go on", _kill_agent_first),
     "`kill -9` of both at once": Way("wait", _kill_both),
     "the host is lost, with its memory": Way("wait", _kill_both, loses_memory=True),
 }

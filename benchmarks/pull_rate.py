@@ -23,8 +23,8 @@ from ckpt._settings import Timeouts
 from ckpt._tiers.peers.fetch import fetch_part
 from ckpt._tiers.peers.handshake import new_key
 from ckpt._tiers.peers.parts import STEPS
+from ckpt._tiers.peers.protocol import PartOpenRequest
 from ckpt._tiers.peers.remote_part import Peer
-from ckpt._tiers.peers.requests import Open
 from ckpt.storage._local.storage import LocalStorage
 
 __all__ = ["measured"]
@@ -77,7 +77,7 @@ def _save(root: Path, nbytes: int) -> None:
 def _rate(peer: Peer, key: str, target: Path) -> float:
     storage = LocalStorage(target, Timeouts())
     began = time.perf_counter()
-    nbytes = anyio.run(fetch_part, peer, key, Open(0, 1, _SAVE), storage, "1")
+    nbytes = anyio.run(fetch_part, peer, key, PartOpenRequest(0, 1, _SAVE), storage, "1")
     seconds = time.perf_counter() - began
     shutil.rmtree(target)
     return nbytes / seconds

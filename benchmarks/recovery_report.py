@@ -30,7 +30,7 @@ from benchmarks.recovery_model import (
     traffic,
 )
 from benchmarks.recovery_simulation import RESULTS, rack_of
-from benchmarks.scale_report import PAGE, Constants, Row, restore_time, seconds_text, size_text
+from benchmarks.scale_report import PAGE, Constants, Row, format_bytes, restore_time, seconds_text
 from ckpt._engine.restore.shared_reads import _PART_BYTES as PART_BYTES
 
 __all__ = ["LOSSES", "Given", "markdown", "recovery", "steady"]
@@ -199,7 +199,7 @@ def steady(job: Row, given: Given) -> Row:
 def markdown(found: Row) -> str:
     """Returns the tables of the section."""
     given = Given(found["pull_rate"])
-    blocks = [f"One connection pulls {size_text(given.stream)} a second (measured)."]
+    blocks = [f"One connection pulls {format_bytes(given.stream)} a second (measured)."]
     for name, title in _TITLES.items():
         chosen = [job for job in found["jobs"] if job["name"] == name]
         blocks += [f"### Recovery: {title}", _recoveries(chosen, given)]
@@ -232,7 +232,7 @@ def _recoveries(jobs: list[Row], given: Given) -> str:
                     name,
                     f"{job['hosts']:,}",
                     *map(seconds_text, times),
-                    *map(size_text, sizes),
+                    *map(format_bytes, sizes),
                 )
             )
     return table(head, rows)
@@ -265,8 +265,8 @@ def _copies(jobs: list[Row], given: Given) -> str:
             (
                 job["name"],
                 f"{job['hosts']:,}",
-                size_text(found["sent"]),
-                size_text(found["received"]),
+                format_bytes(found["sent"]),
+                format_bytes(found["received"]),
                 seconds_text(found["round"]),
                 *shares,
             )

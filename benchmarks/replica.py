@@ -21,7 +21,7 @@ endpoint, url, *sizes = sys.argv[1:]
 store = ckpt.storage.S3(url, endpoint=endpoint, region="us-east-1", credentials="environment")
 everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec())
 seconds = []
-with ckpt.sync.CheckpointManager(store, read_only=True) as mgr:
+with ckpt.sync.CheckpointManager(store, mode="r") as mgr:
     shapes = mgr.metadata(1).items["default"]
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), shapes

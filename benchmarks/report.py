@@ -101,12 +101,7 @@ def _pictures(run: Results, folder: Path, names: Sequence[str]) -> str:
 
 def _files(folder: Path) -> str:
     """Returns links to what else the folder has."""
-    samples = f"Every sample: [{RESULTS.name}]({folder.name}/{RESULTS.name})."
-    if (folder / "overlap.html").exists():
-        samples += (
-            f" The picture of one save, to look into: [overlap.html]({folder.name}/overlap.html)."
-        )
-    return samples
+    return f"Every sample: [{RESULTS.name}]({folder.name}/{RESULTS.name})."
 
 
 def heading(run: Results) -> str:

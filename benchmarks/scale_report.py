@@ -112,13 +112,13 @@ def seconds_text(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
-def size_text(value: float) -> str:
+def format_bytes(value: float) -> str:
     units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
     unit, factor = next((unit for unit in units if value >= unit[1]), ("B", 1))
     return f"{value / factor:.3g} {unit}"
 
 
-_COUNT, _SECONDS, _SIZE = "{:,}".format, seconds_text, size_text
+_COUNT, _SECONDS, _SIZE = "{:,}".format, seconds_text, format_bytes
 _MEASURED = [
     ("hosts", "hosts", _COUNT),
     ("chunks", "chunks", _COUNT),

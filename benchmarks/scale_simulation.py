@@ -29,7 +29,6 @@ from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, Manifest, decode, encode
 from ckpt._format.manifest_head import FileEntry
 from ckpt._format.ocdbt import DatabaseIndex
-from ckpt._plan.chunking import has_chunks
 from ckpt._plan.item_reports import (
     ROW,
     ItemReport,
@@ -38,8 +37,8 @@ from ckpt._plan.item_reports import (
     key_values,
     merge_reports,
 )
+from ckpt._plan.multihost.process_reports import ProcessReport, disagreement
 from ckpt._plan.multihost.tree_fingerprint import line_fingerprint, tree_fingerprint
-from ckpt._plan.multihost.write_reports import ProcessReport, disagreement, pack, unpack
 from ckpt._plan.ownership import ProcessGroup
 from ckpt._plan.save_plan import SavePlan, plan_save
 from ckpt._tree.leaf_specs import LeafSpec
@@ -116,14 +115,14 @@ def run(case: Case) -> dict[str, Any]:
     with _timed(found, "outline"):
         # A process alone is compared with no other.
         tree = tree_fingerprint(plan, []) if plan.group else line_fingerprint([], 1)
-    packed = [pack(report) for report in _reports(plan, tree, case.hosts)]
+    packed = [report.pack() for report in _reports(plan, tree, case.hosts)]
     with _timed(found, "pack"):
-        pack(next(iter(_reports(plan, tree, case.hosts))))
+        next(iter(_reports(plan, tree, case.hosts))).pack()
     found["record_bytes"] = max(map(len, packed))
     found["records_bytes"] = sum(map(len, packed))
     base = _peak_bytes()
     with _timed(found, "unpack"):
-        reports = [unpack(each) for each in packed]
+        reports = [ProcessReport.unpack(each) for each in packed]
         assert disagreement(reports) is None
     with _timed(found, "join"):
         stored = merge_reports(plan.leaves, [report.written for report in reports])
@@ -148,7 +147,7 @@ def run(case: Case) -> dict[str, Any]:
 
 def _reports(plan: SavePlan, tree: Any, hosts: int) -> Iterator[ProcessReport]:
     """Yields the reports of all processes: every chunk once, one process after the other."""
-    counts = [int(np.prod(leaf.grid)) if has_chunks(leaf) else 0 for leaf in plan.leaves]
+    counts = [int(np.prod(leaf.grid)) if leaf.has_chunks else 0 for leaf in plan.leaves]
     leaves = np.repeat(np.arange(len(counts)), counts)
     firsts = np.repeat(np.cumsum([0, *counts[:-1]]), counts)
     numbers = np.arange(len(leaves)) - firsts

@@ -157,7 +157,7 @@ def _manager(root: Path, memory: Path | None) -> ckpt.sync.CheckpointManager:
 
     return ckpt.sync.CheckpointManager(
         ckpt.storage.Local(root, hard_links=False),
-        preservation=ckpt.policies.LatestN(1),
+        keep=ckpt.keep.Latest(1),
         tiers=[ckpt.tiers.SharedMemory(directory=str(memory))] if memory else [],
     )
 

@@ -62,7 +62,7 @@ def measured(kind: str, shares: bool, nbytes: int, place: Path) -> list[Row]:
     base = {f"w{leaf}": made(leaf, 0) for leaf in range(count)}
     rows = []
     root = ckpt.storage.Local(place, hard_links=shares)
-    with ckpt.sync.CheckpointManager(root, preservation=ckpt.policies.LatestN(1)) as mgr:
+    with ckpt.sync.CheckpointManager(root, keep=ckpt.keep.Latest(1)) as mgr:
         for step in range(SAVES):
             kept = base if kind == "same" else {name: jnp.copy(w) for name, w in base.items()}
             state = kept | {f"w{leaf}": made(leaf, step) for leaf in range(count, LEAVES)}

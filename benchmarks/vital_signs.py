@@ -35,7 +35,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "explanation" / "vital-sig
 LEAVES, FIRST, SAVES = 16, 2, 6
 DTYPES = ("float32", "bfloat16")
 # What the table says of each way, and the switch.
-WAYS: Mapping[str, Any] = {"none": False, "host": "host", "devices": "device"}
+WAYS: Mapping[str, Any] = {"none": None, "host": "host", "devices": "device"}
 _PASSES = 10
 
 
@@ -51,8 +51,8 @@ def measured(dtype: str, way: str, nbytes: int, place: Path) -> tuple[str, list[
     rows: list[tuple[float, float, float]] = []
     with ckpt.sync.CheckpointManager(
         ckpt.storage.Local(place, hard_links=False),
-        preservation=ckpt.policies.LatestN(1),
-        vital_signs=WAYS[way],
+        keep=ckpt.keep.Latest(1),
+        extensions=[ckpt.extensions.VitalSigns(WAYS[way])] if WAYS[way] else [],
     ) as mgr:
         for step in range(FIRST + SAVES):
             state = [jax.random.normal(key, shape, dtype) + step for key in keys]

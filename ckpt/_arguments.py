@@ -28,8 +28,8 @@ def invalid(
 
     Args:
         name: The parameter.
-        value: What was given.
-        expected: What was expected instead, and what to do if that is not obvious.
+        value: The value that was passed.
+        expected: Description of a right value, and what to do if that is not obvious.
         of: The class or function the parameter belongs to, where the name alone is not clear.
         step: The step that the call was about.
     """
@@ -40,7 +40,7 @@ def invalid(
 
 
 def shown(value: object, most: int = 120) -> str:
-    """Return how messages show a value: without secrets, in at most `most` characters."""
+    """Return a value as messages show it: without secrets, in at most `most` characters."""
     try:
         text = repr(value)
     except ValueError:
@@ -51,15 +51,10 @@ def shown(value: object, most: int = 120) -> str:
 
 
 def refuse_orbax_argument(value: object, item: str | None = None, leaf: str | None = None) -> None:
-    """Refuse what Orbax wraps a state in for its own `save` and `restore`.
-
-    Args:
-        value: What was given.
-        item: Name of the item that it is.
-        leaf: Path of the leaf that it is.
+    """Refuse the arguments in which Orbax wraps a state for its own `save` and `restore`.
 
     Raises:
-        UnsupportedLeafError: It is such an argument.
+        UnsupportedLeafError: `value` is such an argument.
     """
     kind = type(value)
     if any(f"{each.__module__}.{each.__name__}" == _ORBAX_ARGUMENT for each in kind.__mro__):
@@ -81,13 +76,11 @@ def instance_of(name: str, value: T | None, wanted: type[T], *, of: str = "") ->
 
 
 def true_or_false(name: str, value: object, *, of: str = "") -> None:
-    """Check that `value` is a bool."""
     if not isinstance(value, bool):
         raise invalid(name, value, "True or False", of=of)
 
 
 def one_of(name: str, value: object, choices: Sequence[str], *, of: str = "") -> None:
-    """Check that `value` is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise invalid(name, value, f"one of {', '.join(map(repr, choices))}", of=of)
 
@@ -135,7 +128,7 @@ def check_step(step: object, name: str = "step", *, of: str = "", hint: str = ""
     """Return `step` as an int.
 
     Raises:
-        InvalidArgumentError: It is not a whole number from 0 to 10**19 - 1.
+        InvalidArgumentError: `step` is not a whole number from 0 to 10**19 - 1.
     """
     number = as_int(step)
     if number is None or not 0 <= number <= _MOST:
@@ -147,19 +140,33 @@ def check_step(step: object, name: str = "step", *, of: str = "", hint: str = ""
 
 
 def set_of_steps(name: str, value: object, *, of: str) -> frozenset[int]:
-    """Return the steps of an iterable as a set."""
     if not isinstance(value, Iterable):
         raise invalid(name, value, f"steps, such as {of}([100, 1000])", of=of)
     return frozenset(check_step(step, f"...{name}", of=of) for step in value)
 
 
+def is_config(value: object) -> bool:
+    """Return True if `value` has keys but is no dict, as in ml_collections and OmegaConf."""
+    return not isinstance(value, dict) and hasattr(type(value), "keys")
+
+
+def plain_config(value: Any) -> Any:
+    """Return `value` with its configurations as dicts, and their lists as lists."""
+    if isinstance(value, dict) or is_config(value):
+        return {key: plain_config(value[key]) for key in value}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain_config(each) for each in value]
+    return value
+
+
 def plain_json(name: str, value: Any, *, step: int | None = None) -> Any:
-    """Return a copy of `value` made of plain JSON values; tuples become lists.
+    """Return a copy of `value` as plain JSON values; tuples and configurations are converted.
 
     Raises:
         InvalidArgumentError: JSON cannot hold a value in it, or a key is not a string.
     """
     try:
+        value = plain_config(value)
         copied = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise invalid(name, value, f"JSON values only ({error})", step=step) from error

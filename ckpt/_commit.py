@@ -1,4 +1,4 @@
-"""`Commit`: the handle of a save that goes on in the background, and what is known of it."""
+"""`Commit`: the handle of a save that goes on in the background, and the facts about a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckpt._format.manifest import Manifest
 from ckpt._format.metrics import flat_metrics
 from ckpt._runtime.futures import settled, settled_here
 from ckpt._runtime.tracebacks import outcome
-from ckpt._tree.table import size_text
+from ckpt._tree.table import format_bytes
 from ckpt.errors import CommitTimeoutError, InvalidArgumentError, NotInRootError, SaveSkippedError
 
 logger = logging.getLogger("ckpt")
@@ -30,12 +30,12 @@ Stage = Literal["waiting", "staging", "writing", "publishing", "done", "failed",
 
 @dataclass(frozen=True, slots=True)
 class SaveStatistics:
-    """Where the time of a save went, in seconds, and what it did not have to write.
+    """The times of a save, in seconds, and the bytes that it did not have to write.
 
-    A time is None where it is not known.
+    A time is None if it is not known.
 
     A commit has all of them. The manifest of a step is written before the last two are known, so
-    the step's metadata has the others only.
+    the metadata of a step lacks these two.
 
     Attributes:
         blocked: From the call of `save` until it could return.
@@ -43,7 +43,7 @@ class SaveStatistics:
             commits before anything was written.
         staged: From the call of `save` until everything was in host memory.
         written: From the call of `save` until all data was durable.
-        merged: Writing what ties the step together: views and manifest.
+        merged: Writing the files that tie the step together: views and manifest.
         published: Giving the step its name, durably.
         shared_bytes: Bytes of its data files that the step before has, too: they hold arrays that
             did not change, and were not written again.
@@ -64,7 +64,7 @@ class SaveStatistics:
     shared_bytes: int = 0
 
 
-# The ones that a manifest holds.
+# Times that a manifest holds.
 _EARLY = ("blocked", "waited", "staged", "written")
 
 
@@ -72,8 +72,7 @@ class Stopwatch(msgspec.Struct):
     """Takes the times of one save while it goes on.
 
     Attributes:
-        began: When it was called, by `time.perf_counter`.
-        taken: What is known so far.
+        began: Time of the call, by `time.perf_counter`.
     """
 
     began: float = msgspec.field(default_factory=time.perf_counter)
@@ -85,27 +84,27 @@ class Stopwatch(msgspec.Struct):
         return _since(self.began)
 
     def note(self, **seconds: float) -> None:
-        """Take these times, by the names of `SaveStatistics`."""
+        """Set times, by the names of `SaveStatistics`."""
         taken: dict[str, Any] = {**seconds}
         self.taken = replace(self.taken, **taken)
 
     @contextlib.contextmanager
     def taking(self, name: str) -> Iterator[None]:
-        """Take the time of the body under this name."""
+        """Take the time of the body under a name of `SaveStatistics`."""
         began = time.perf_counter()
         yield
         self.note(**{name: _since(began)})
 
     def add_wait(self, began: float) -> None:
-        """Take the time since `began` as one in which the save waited for others."""
+        """Add the time since `began` to the time in which the save waited for others."""
         self.note(waited=(self.taken.waited or 0.0) + _since(began))
 
     def add_blocked(self, began: float) -> None:
-        """Take the time since `began` as one in which a caller was blocked."""
+        """Add the time since `began` to the time in which a caller was blocked."""
         self.note(blocked=(self.taken.blocked or 0.0) + _since(began))
 
     def early(self) -> dict[str, float]:
-        """Return what is known before the manifest is written, for the manifest."""
+        """Return the times that are known before the manifest is written, for the manifest."""
         return {name: t for name in _EARLY if (t := getattr(self.taken, name)) is not None}
 
 
@@ -116,31 +115,31 @@ def _since(began: float) -> float:
 
 
 def _early_statistics(early: Mapping[str, float]) -> SaveStatistics:
-    """Return what a manifest holds."""
+    """Return the statistics that a manifest holds."""
     known: dict[str, Any] = {name: early[name] for name in _EARLY if name in early}
     return SaveStatistics(**known)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepInfo:
-    """What is known of a committed step without reading its arrays.
+    """The summary of a committed step, which needs no reading of its arrays.
 
     Attributes:
         step: The step, or None for a one-shot checkpoint.
-        path: Where it is.
+        path: Path or URL of the step.
         nbytes: Logical bytes of its arrays.
         items: Names of its items.
         metrics: Metrics given to `save`; those in groups as `train/loss`.
-        metadata: User metadata given to `save`, or None.
-        parent: The checkpoint that the run has begun from, if `resume(source=...)` was told one.
-        created: When the save began (UTC).
-        committed: When the step was committed (UTC).
-        statistics: Where the time of the save went.
-        nonfinite_leaves: How many leaves have NaN or infinite values; None if that is not known.
-        unequal_leaves: How many leaves had replicas that were not equal on all their devices, as
-            far as these were compared: where devices take the vital signs.
+        custom_metadata: JSON values given to `save`, or None.
+        parent: The checkpoint that the run began from, if `resume(source=...)` named one.
+        created: Time at which the save began (UTC).
+        committed: Time at which the step was committed (UTC).
+        statistics: Times of the save.
+        nonfinite_leaves: Number of leaves with NaN or infinite values; None if unknown.
+        unequal_leaves: Number of leaves whose replicas were not equal on all their devices, as far
+            as they were compared: if devices take the vital signs.
         dropped: The items that were taken out of the step after it was committed.
-        tiers: Where it is, the nearest place first, for a manager with `tiers`; else empty.
+        tiers: The places that have it, the nearest first, for a manager with `tiers`; else empty.
 
     Example:
         ```python
@@ -154,7 +153,7 @@ class StepInfo:
     nbytes: int
     items: tuple[str, ...]
     metrics: dict[str, float]
-    metadata: Any
+    custom_metadata: Any
     created: datetime
     committed: datetime
     statistics: SaveStatistics = field(default_factory=SaveStatistics, compare=False)
@@ -168,7 +167,7 @@ class StepInfo:
         name = "" if self.step is None else f"step {self.step}, "
         metrics = "".join(f"{key}={value:.6g}, " for key, value in self.metrics.items())
         when = f"{self.committed:%Y-%m-%d %H:%M:%S} UTC"
-        return f"StepInfo({name}{size_text(self.nbytes)}, {metrics}{when}, {self.path!r})"
+        return f"StepInfo({name}{format_bytes(self.nbytes)}, {metrics}{when}, {self.path!r})"
 
     @staticmethod
     def time_of(unix_ns: int) -> datetime:
@@ -178,10 +177,10 @@ class StepInfo:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a save has come, in bytes of array data.
+    """The progress of a save, in bytes of array data.
 
     Attributes:
-        staged: Bytes that are safe from whatever the caller does.
+        staged: Bytes in the snapshot, which no action of the caller can change.
         written: Bytes that are durable, though not yet published.
         total: Bytes of the whole save; 0 until it is planned.
 
@@ -202,10 +201,10 @@ class Progress:
 
 
 class Arrival:
-    """When a step is in the root, the last and safest place of a run with tiers.
+    """The arrival of a step in the root, the last and safest place of a run with tiers.
 
-    Await it, from any task, or wait for it in a thread with `result()`. Without tiers of storage
-    that is when the commit itself is done.
+    Await it, from any task, or wait for it in a thread with `result()`. Without tiers of storage, a
+    step arrives when the commit itself is done.
 
     Example:
         ```python
@@ -221,7 +220,7 @@ class Arrival:
         self._future: Future[None] = Future()
 
     def done(self) -> bool:
-        """Tell whether that is decided: the step is in the root, or will not be copied there.
+        """Return True if it is decided: the step is in the root, or will not be copied there.
 
         Example:
             ```python
@@ -237,9 +236,9 @@ class Arrival:
             timeout: Seconds to wait at most; None waits for as long as it takes.
 
         Raises:
-            CommitTimeoutError: It was not there in time; it goes on.
+            CommitTimeoutError: The step was not there in time; its way there goes on.
             CheckpointError: The save failed.
-            NotInRootError: It stays where it is; says why.
+            NotInRootError: The step stays where it is; the message says why.
 
         Example:
             ```python
@@ -266,10 +265,10 @@ class Commit:
 
     Await it for the `StepInfo` of the durable step, or for the error of this save: from any task of
     any event loop, from any thread through `result()`, any number of times. The error of a failed
-    save is logged at once, and whoever awaits the commit, or calls `result()` or `exception()`, has
-    checked it. If nobody has, the next `save` of the manager raises the error, else its exit. A
-    commit is falsy if its save has failed, or was turned down by a policy: then `skipped` says why,
-    and to await it is an error.
+    save is logged at once. A program has checked it once it awaits the commit, or calls `result()`
+    or `exception()`. If it has not, the next `save` of the manager raises the error, else the
+    manager's exit does. A commit is falsy if its save has failed, or was turned down by a policy:
+    then `skipped` says why, and awaiting it is an error.
 
     Cancelling a task that awaits a commit leaves the commit as it is; `cancel()` cancels it.
 
@@ -302,10 +301,10 @@ class Commit:
         self._stage: Stage = "waiting"
         self._progress = Progress()
         self._skipped: str | None = None
-        # Whether the save failed after its call had returned: somebody has to be told.
+        # True if the save failed after its call had returned: the program has to get the error.
         self._owed = False
         self._seen = False
-        # Calls that wait for the outcome now, and will see it.
+        # Number of calls that wait for the outcome now, and will see it.
         self._waiting = 0
 
     def __reduce__(self) -> NoReturn:
@@ -316,26 +315,26 @@ class Commit:
 
     @property
     def stage(self) -> Stage:
-        """What the save is doing at the moment."""
+        """The present stage of the save."""
         return self._stage
 
     @property
     def progress(self) -> Progress:
-        """How far it has come."""
+        """The progress of the save."""
         return self._progress
 
     @property
     def skipped(self) -> str | None:
-        """Why a policy turned the save down, or None."""
+        """The reason if the save was turned down: a policy, or the step is there; else None."""
         return self._skipped
 
     @property
     def in_root(self) -> Arrival:
-        """When the step is in the root, too, for a manager with tiers; await it."""
+        """The arrival of the step in the root, for a manager with tiers; await it."""
         return self._arrival
 
     def done(self) -> bool:
-        """Tell whether the save has ended: durable, failed, cancelled or skipped.
+        """Return True if the save has ended: durable, failed, cancelled or skipped.
 
         Example:
             ```python
@@ -348,7 +347,7 @@ class Commit:
     def cancel(self) -> bool:
         """Ask for the save to be stopped; return False if it has ended already.
 
-        Input and output that has begun is waited for, then everything of the attempt is removed
+        Input and output that has begun is waited for. Then everything of the attempt is removed,
         and awaiting the commit raises `CommitCancelledError`. A save that is being published when
         the request arrives may still commit.
 
@@ -387,7 +386,7 @@ class Commit:
         Raises:
             CommitTimeoutError: The save had not ended in time; it goes on.
             SaveSkippedError: The save was skipped, so there is no step.
-            CheckpointError: What went wrong with this save.
+            CheckpointError: The save failed.
 
         Example:
             ```python
@@ -461,23 +460,22 @@ class CommitHooks:
     """The engine's side of a `Commit`: moves it along and ends it. Used on the engine's thread."""
 
     def __init__(self, commit: Commit) -> None:
-        """Drive `commit`, which was called just now."""
+        """Drive `commit`, whose save was called just now."""
         self._commit = commit
         self.watch: Stopwatch = Stopwatch()
-        # Whether its failure is told by other means.
+        # True if its failure is reported by other means.
         self.is_excused = False
 
     def stage(self, stage: Stage) -> None:
-        """Say what the save is doing now."""
+        """Set the present stage of the save."""
         self._commit._stage = stage
 
     @property
     def now(self) -> tuple[Stage, Progress]:
-        """What the save is doing, and how far it has come."""
+        """The stage and the progress of the save."""
         return self._commit._stage, self._commit._progress
 
     def advance(self, *, staged: int = 0, written: int = 0, total: int = 0) -> None:
-        """Add to the progress."""
         now = self._commit._progress
         self._commit._progress = Progress(
             now.staged + staged, now.written + written, now.total + total
@@ -485,33 +483,33 @@ class CommitHooks:
 
     @property
     def commit(self) -> Commit:
-        """What the user has."""
+        """The commit that the user has."""
         return self._commit
 
     def finish(self, info: StepInfo, *, in_root: bool = True) -> None:
-        """End the save as durable; `in_root` if that is where it is."""
+        """End the save as durable; with `in_root`, the step has arrived in the root."""
         self._commit._stage = "done"
         self._commit._future.set_result(info)
         if in_root:
             arrived(self._commit)
 
     def skip(self, reason: str) -> None:
-        """End the save as turned down by a policy."""
+        """End the save as turned down, by a policy or because it is there already."""
         commit = self._commit
         commit._skipped = reason
         commit._stage = "skipped"
-        # Not an error of the save, so the manager's exit does not raise it.
+        # A skipped save has no error of its own, so the manager's exit raises nothing.
         commit._seen = True
         error = SaveSkippedError(
-            f"nothing was saved: {reason}. Ask 'if commit:' before you await it, or pass "
-            "force=True",
+            f"nothing was saved: {reason}. Ask 'if commit:' before you await it. Policies and the "
+            "backlog are overruled by force=True",
             step=commit.step,
         )
         commit._future.set_exception(error)
         commit._arrival._future.set_exception(error)
 
     def fail(self, error: BaseException, *, owed: bool) -> None:
-        """End the save with `error`; `owed` if nobody gets it but from the commit."""
+        """End the save with `error`; `owed` is True if only the commit delivers it."""
         self._commit._stage = "failed"
         self._commit._owed, self._commit._seen = owed, not owed
         self._commit._future.set_exception(error)
@@ -519,7 +517,7 @@ class CommitHooks:
 
     @property
     def is_seen(self) -> bool:
-        """Whether the outcome has been fetched."""
+        """True if the outcome has been fetched."""
         return self._commit._seen
 
     def awaited(self) -> AbstractContextManager[None]:
@@ -540,12 +538,12 @@ class CommitHooks:
 
 
 def arrived(commit: Commit) -> None:
-    """Say that a step is in the root."""
+    """Mark the step of a commit as arrived in the root."""
     commit._arrival._future.set_result(None)
 
 
 def stays(commit: Commit, reason: str) -> None:
-    """Say that a step will not be copied to the root, and why."""
+    """End the arrival of a step that will not be copied to the root, for a reason."""
     error = NotInRootError(f"the step is not in the root: {reason}", step=commit.step)
     commit._arrival._future.set_exception(error)
 
@@ -555,8 +553,8 @@ def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None =
 
     Args:
         manifest: Its manifest.
-        path: Where it is.
-        statistics: Where the time of the save went; None for those in the manifest.
+        path: Path or URL of the step.
+        statistics: Times of the save; None for those in the manifest.
     """
     shared = sum(file.size for file in manifest.files.values() if file.shared)
     statistics = statistics or _early_statistics(manifest.statistics)
@@ -566,7 +564,7 @@ def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None =
         nbytes=sum(item.nbytes for item in manifest.items.values()),
         items=tuple(manifest.items),
         metrics=flat_metrics(manifest.metrics),
-        metadata=manifest.metadata,
+        custom_metadata=manifest.metadata,
         created=StepInfo.time_of(manifest.created_ns),
         committed=StepInfo.time_of(manifest.committed_ns),
         statistics=replace(statistics, shared_bytes=shared),

@@ -1,4 +1,4 @@
-"""Events: what the engine did and when, and how observers hear of it.
+"""Events: the timed phases of operations, and how observers receive them.
 
 An observer is any callable that takes an `Event`. It is called on the library's own thread and must
 return quickly: the end of an operation is reported before its caller hears of it. An exception that
@@ -33,13 +33,13 @@ class Event:
     Attributes:
         operation: `"save"`, `"restore"`, `"verify"`, `"delete"` or `"drain"`, the copy of a step
             from a tier to the next place.
-        phase: Of a save `wait` (for earlier saves), `plan`, `snapshot`, `stage`, `encode`,
+        phase: For a save `wait` (for earlier saves), `plan`, `snapshot`, `stage`, `encode`,
             `digest`, `write`, `record`, `publish` and `preserve`, and `blocked` for as long as the
-            caller of `save()` waits; of a restore `read` and `place`, and where processes share
-            what they read `fetch` and `exchange`. `end` is the whole of an operation, reported
-            once when it has succeeded, failed or been cancelled. It is the only phase with an
-            `outcome`. `preempted` is reported when the final save of a preempted run is committed:
-            it is the time since the step before it was saved, which would have been lost.
+            caller of `save()` waits; for a restore `read` and `place`, and `fetch` and `exchange`
+            if processes share their reads. `end` is the whole of an operation, reported once when
+            it has succeeded, failed or been cancelled. It is the only phase with an `outcome`.
+            `preempted` is reported when the final save of a preempted run is committed: it is the
+            time since the step before it was saved, which would have been lost.
         step: The step, or None for a one-shot checkpoint.
         began_ns: Monotonic clock (`time.perf_counter_ns`) at the start.
         ended_ns: The same clock at the end.
@@ -47,7 +47,8 @@ class Event:
             moved.
         lane: The write lane for `digest` and `write`, else None.
         batch: Number of the batch within its item, if the phase is about one.
-        outcome: For the phase `end`, how it ended: `ok`, `failed`, `skipped` or `cancelled`.
+        outcome: Outcome of the operation, for the phase `end`: `ok`, `failed`, `skipped` or
+            `cancelled`.
         reason: Why the operation failed or was skipped.
     """
 
@@ -67,7 +68,7 @@ Observer = Callable[[Event], None]
 
 
 def unix_offset_ns() -> int:
-    """Return what to add to a time of an event to have nanoseconds since 1970.
+    """Return the offset from the times of events to nanoseconds since 1970.
 
     It changes when the system's clock is set, so ask again for every operation.
     """
@@ -75,7 +76,7 @@ def unix_offset_ns() -> int:
 
 
 def emit(observers: Sequence[Observer], event: Event) -> None:
-    """Call every observer with `event`. If one raises, that is logged and the others are called."""
+    """Call every observer with `event`. An error is logged, and the other observers are called."""
     for observer in observers:
         try:
             observer(event)
@@ -87,7 +88,6 @@ class GuardedObserver:
     """An observer whose errors are logged: the first one whole, later ones by their number."""
 
     def __init__(self, observer: Observer) -> None:
-        """Guard `observer`."""
         self._observer = observer
         self._failures = 0
         self._said = 0
@@ -112,10 +112,10 @@ class GuardedObserver:
 
 
 def timed(function: Callable[[*Ts], T], *args: *Ts) -> tuple[T, int, int]:
-    """Call `function`; return its value, and when it began and ended.
+    """Call `function`; return its value, and the times at which it began and ended.
 
-    Called in a worker thread, it leaves out what is waited for the thread to begin, and for the
-    loop to go on.
+    In a worker thread, the times leave out the waits for the thread to begin, and for the loop to
+    go on.
     """
     began = time.perf_counter_ns()
     value = function(*args)

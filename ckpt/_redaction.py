@@ -1,8 +1,8 @@
 """Redaction: secrets are removed from text that people will see, such as errors, logs and notes.
 
 Paths and URLs of stores hold passwords, signatures and tokens, stores repeat them in their answers,
-and messages end up in tickets and on screens. Only what is certainly a secret is removed: text that
-merely looks random, such as a digest, stays.
+and messages end up in tickets and on screens. Text is removed only if it is certainly a secret;
+text that merely looks random, such as a digest, stays.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 _HIDDEN = "***"
 
-# `://`, `:/` (a URL that was made a Path) or `:\/\/` (within JSON), and what follows up to a space.
+# `://`, `:/` (a URL that was made a Path) or `:\/\/` (within JSON), and the text up to a space.
 _URL = re.compile(
     r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]{1,30}:(?:\\{0,2}/){1,2})([^\s'\"<>`]*)"
 )
@@ -77,9 +77,9 @@ def redact(text: str) -> str:
     """Return `text` with `***` in place of every secret that can be recognized.
 
     Replaced are the user and password of URLs, the values of parameters that hold signatures,
-    tokens, keys or passwords, those of `Authorization` and similar headers, keys and tokens of a
-    known format, and the values of environment variables whose names say that they are secret. A
-    value that was cut short may not be recognized any more, so redact before you cut.
+    tokens, keys or passwords, the values of `Authorization` and similar headers, keys and tokens of
+    a known format, and the values of environment variables with names of secrets. A value that was
+    cut short may not be recognized, so redact before you cut.
 
     Example:
         ```python
@@ -132,7 +132,7 @@ def _without_user(match: re.Match[str]) -> str:
     port = port.rstrip(".,;:!?)]}")
     if host.startswith("[") or not port or port.isdigit():
         return match[0]
-    # Not a port, so a password, which holds a slash or was cut short.
+    # This is no port, so it is a password, which holds a slash or was cut short.
     end = rest.find("@", len(authority))
     return f"{scheme}{_HIDDEN}{rest[end if end >= 0 else len(authority) :]}"
 

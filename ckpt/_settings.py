@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from ckpt._arguments import instance_of, invalid, number_of_seconds, one_of, whole_number
+from ckpt._arguments import instance_of, number_of_seconds, one_of, whole_number
 
+OpenMode = Literal["a", "r+", "r"]
 StagingMode = Literal["auto", "copy", "view", "device"]
-# Whose memory restored arrays have on CPU devices: jax's own, buffers that the library uses again,
-# or the files themselves.
+BacklogPolicy = Literal["wait", "skip", "supersede"]
+# Memory of restored arrays on CPU devices: jax's own, buffers that the library uses again, or the
+# files themselves.
 ArrayMemory = Literal["jax", "buffers", "files"]
-# Whether vital signs are taken, and where: those of arrays on accelerators there, and all others on
-# the host; all on the host; those of large arrays on their devices, on CPUs, too.
-VitalSignsMode = bool | Literal["host", "device"]
-
-# What a restore verifies beside the digests of what it reads.
-VerifyMode = Literal["device"]
+IfExists = Literal["equal", "error", "skip", "replace"]
+IfTaken = Literal["error", "replace"]
+# Where vital signs are taken; see `ckpt.extensions.VitalSigns`.
+SignsPlace = Literal["auto", "host", "device"]
 
 MIN_BUDGET_BYTES = 1 << 20
 # A quarter of the machine's memory leaves room for the state itself, the input pipeline and the
 # page cache that the writes go through.
 _DEFAULT_SHARE = 4
-# Cleaners ignore a longer lease: it must be a mistake.
+# Longest lease that cleaners respect: a longer one must be a mistake.
 LONGEST_LEASE_SECONDS = 7 * 86400.0
 _LONGEST_EXIT_SECONDS = 365 * 86400.0
 _LONGEST_COORDINATION_SECONDS = 86400.0
@@ -35,7 +35,7 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def host_memory_bytes() -> int:
-    """Return how many bytes of memory this process may use at most."""
+    """Return the most bytes of memory that this process may use."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):
         # The limit of a container; "max" means that there is none.
@@ -44,7 +44,7 @@ def host_memory_bytes() -> int:
 
 
 def address_space() -> tuple[int, int] | None:
-    """Return the limit of this process's address space and what is left of it, in bytes.
+    """Return the limit of this process's address space, and the rest of it, in bytes.
 
     None if there is no limit (RLIMIT_AS, `ulimit -v`).
     """
@@ -62,10 +62,10 @@ class Staging:
     """How `save` takes a snapshot of arrays, and how much host memory it may use.
 
     Attributes:
-        budget_bytes: The most host memory, in bytes, that saves may hold beyond the state itself.
-            A larger state is staged piece by piece as earlier pieces are written: `save()` then
-            returns later, but never takes more memory. None is a quarter of the machine's memory,
-            or of the address space that is left where that is limited (`ulimit -v`) and less.
+        budget_bytes: The most host memory, in bytes, that saves may hold beyond the state itself. A
+            larger state is staged piece by piece as earlier pieces are written: `save()` then
+            returns later, but never takes more memory. None means a quarter of the machine's
+            memory, or of the address space that is left if it is limited (`ulimit -v`) and less.
         mode: `copy` copies every array into host memory before `save()` returns, so that the train
             step may donate its buffers at full speed; arrays of accelerators are on their way then,
             and a step that donates them begins when they have arrived. `device` copies arrays
@@ -75,9 +75,14 @@ class Staging:
             that are never donated; donating one later is safe, but the runtime then copies its
             buffer inside the train step. `auto` is `copy`. Numpy arrays are copied in every mode,
             since they can be changed in place.
+        backlog: What a save of a manager does while another one is under way. `wait` takes its
+            snapshot meanwhile and commits after it; with two under way it first waits for the
+            older. `skip` saves nothing and returns a falsy commit that says so. `supersede`
+            replaces a save that has not begun to write, whose commit becomes falsy. (A save with
+            `force=True` is never skipped.)
 
     Raises:
-        InvalidArgumentError: The budget is below 1 MiB, or the mode is unknown.
+        InvalidArgumentError: The budget is below 1 MiB, or the mode or the backlog is unknown.
 
     Example:
         ```python
@@ -87,6 +92,7 @@ class Staging:
 
     budget_bytes: int | None = None
     mode: StagingMode = "auto"
+    backlog: BacklogPolicy = "wait"
 
     def __post_init__(self) -> None:
         if self.budget_bytes is not None:
@@ -96,10 +102,11 @@ class Staging:
             )
             object.__setattr__(self, "budget_bytes", budget)
         one_of("mode", self.mode, get_args(StagingMode), of="Staging")
+        one_of("backlog", self.backlog, get_args(BacklogPolicy), of="Staging")
 
     @property
     def effective_budget(self) -> int:
-        """The budget in bytes, also where `budget_bytes` is None."""
+        """The budget in bytes, even if `budget_bytes` is None."""
         if self.budget_bytes is not None:
             return self.budget_bytes
         most, space = host_memory_bytes(), address_space()
@@ -109,22 +116,8 @@ class Staging:
         return max(most // _DEFAULT_SHARE, MIN_BUDGET_BYTES)
 
 
-def check_vital_signs(value: object) -> None:
-    """Check that `value` is a `VitalSignsMode`."""
-    if not isinstance(value, bool) and value not in ("host", "device"):
-        raise invalid("vital_signs", value, "True, False, 'host' or 'device'")
-
-
-def checks_devices(verify: object) -> bool:
-    """Check that `verify` is None or a `VerifyMode`; return whether devices are checked."""
-    if verify not in (None, *get_args(VerifyMode)):
-        what = "'device' or None; digests are always compared"
-        raise invalid("verify", verify, what)
-    return verify is not None
-
-
 def as_staging(given: Staging | StagingMode | None, default: StagingMode = "auto") -> Staging:
-    """Return the staging that a caller means, also by the name of its mode alone."""
+    """Return the staging that a caller passed, as such or by the name of its mode."""
     if given is None or isinstance(given, str):
         return Staging(mode=given or default)
     staging = instance_of("staging", given, Staging)
@@ -138,9 +131,9 @@ class Timeouts:
 
     Attributes:
         lease: How long the unfinished save of a process that vanished on another machine is left
-            alone. Writers renew their lease several times in this time; the save of one that could
-            not do so may be removed, and then fails.
-        exit: How long interpreter exit waits for saves that are still under way. Those that have
+            alone. Writers renew their lease several times in this time; the save of a writer that
+            could not do so may be removed, and then fails.
+        exit: How long interpreter exit waits for saves that are still under way. Saves that have
             not ended by then are given up, and the program ends with an error.
         coordination: How long a process of a job waits for another one that shows no sign of life,
             that is, neither arrives where it is expected nor moves any bytes. A process that is

@@ -20,7 +20,6 @@
     ├── ForkedProcessError (RuntimeError)       used in a child process after `fork()`
     ├── CoordinationError                       the processes of a job disagree, or cannot talk
     │   └── CoordinationTimeoutError (TimeoutError)  a process gave no sign of life in time
-    ├── NotAwaitedError (AttributeError)        `await` was forgotten
     ├── NotInRootError                          a step of a tier is not copied to the root
     ├── SaveSkippedError                        a policy skipped the save whose step is awaited
     ├── CommitCancelledError                    the commit was cancelled before it was published
@@ -51,7 +50,6 @@ __all__ = [
     "InvalidArgumentError",
     "ItemDroppedError",
     "NotACheckpointError",
-    "NotAwaitedError",
     "NotInRootError",
     "ReadOnlyError",
     "SaveSkippedError",
@@ -71,9 +69,9 @@ def __dir__() -> list[str]:
     return __all__
 
 
-# The path of a leaf that is the whole item: it has no keys to name.
+# Path of a leaf that is the whole item: it has no keys to name.
 WHOLE_ITEM = "%root"
-# A damaged checkpoint may have thousands of broken leaves.
+# Most notes of an error: a damaged checkpoint may have thousands of broken leaves.
 _MOST_NOTES = 20
 
 
@@ -193,8 +191,8 @@ class CorruptCheckpointError(CheckpointError):
 class DeviceMismatchError(CheckpointError):
     """Restored arrays are not what the devices had when the step was saved.
 
-    The stored bytes fit their digests, so either they were wrong before these were computed, or a
-    device is, or the way to it.
+    The stored bytes fit their digests. So either they were wrong before the digests were computed,
+    or a device is faulty, or the way to it.
     """
 
 
@@ -227,11 +225,11 @@ class StorageError(CheckpointError, OSError):
 
 
 class ReadOnlyError(CheckpointError):
-    """The manager was opened with `read_only=True` and cannot write."""
+    """The manager was opened with `mode="r"` and cannot write."""
 
 
 class ClosedError(CheckpointError, RuntimeError):
-    """The manager is closed and cannot be used any more."""
+    """The manager is closed and cannot be used."""
 
 
 class ForkedProcessError(CheckpointError, RuntimeError):
@@ -246,15 +244,11 @@ class CoordinationTimeoutError(CoordinationError, TimeoutError):
     """A process of the job was silent for too long. The message says which, and since when.
 
     Attributes:
-        missing: The numbers of the silent processes. Empty if it was the service they all share
-            that did not answer.
+        missing: The numbers of the silent processes. Empty if the service that they all share did
+            not answer.
     """
 
     missing: tuple[int, ...] = ()
-
-
-class NotAwaitedError(CheckpointError, AttributeError):
-    """The result of a call was used before the call was awaited."""
 
 
 class NotInRootError(CheckpointError):
@@ -284,11 +278,11 @@ class DeadlineExceededError(CheckpointError, TimeoutError):
 def located(
     *, step: int | None = None, item: str | None = None, leaf: str | None = None
 ) -> Iterator[None]:
-    """Raise a single error for whatever the body raises, and say which step, item or leaf it means.
+    """Raise a single error for all errors of the body, and name the step, item or leaf in it.
 
-    Of a group of exceptions the first one of this library's is raised. All others are in its
+    From a group of exceptions, the first one of this library is raised. All others are in its
     `others` and its notes, so callers catch the type they expect and no failure is lost. A step,
-    item or leaf that an error names already stays.
+    item or leaf that an error already names stays.
 
     Example:
         ```python

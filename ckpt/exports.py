@@ -61,7 +61,7 @@ class Safetensors:
 
 @dataclass(frozen=True, slots=True)
 class Zarr:
-    """Zarr v3: a directory in which every array is one of zarr, below groups named by leaf path.
+    """Zarr v3: a directory of zarr arrays, below groups named by leaf path.
 
     Example:
         ```python

@@ -1,4 +1,4 @@
-"""For programs that read the steps of this library with Orbax: where they are in a bucket.
+"""`NameFormat`, for programs that read the steps of this library in a bucket with Orbax.
 
 On a disk Orbax needs nothing: a step is a directory of Orbax. In a bucket the files of a step are
 in a folder of its directory (see docs/reference/format.md), and Orbax asks a `NameFormat` where:
@@ -38,20 +38,20 @@ _STORES = ("gs://", "s3://")
 class NameFormat:
     """Tells Orbax where the steps of a root are: those of this library, and its own beside them.
 
-    It is what Orbax calls a `step_name_format`. Only committed steps are found. What Orbax saves
-    with it has the name that `step_names` gives, so both libraries can take turns in one root.
+    Pass it to Orbax as `step_name_format`. Only committed steps are found. The steps that Orbax
+    saves with it have the names of `step_names`, so both libraries can take turns in one root.
 
     Orbax's retention (`max_to_keep`) and `delete` remove the whole directory of a step.
 
     Args:
         step_names: Names of the steps, as given to `CheckpointManager(step_names=...)`; by default
             decimal numbers.
-        reads_from: The root, for `training.Checkpointer` of Orbax's newer interface. It reads from
-            the name that it would write to, so with this the name of a step is where its files
-            are. Do not let it delete steps then: their manifests would stay.
+        reads_from: The root, for `training.Checkpointer` of Orbax's newer interface. That class
+            reads from the name that it would write to, so with `reads_from` the name of a step is
+            the folder of its files. Do not let Orbax delete steps then: their manifests would stay.
 
     Raises:
-        InvalidArgumentError: An argument is not of these.
+        InvalidArgumentError: An argument is of another kind.
 
     Example:
         ```python
@@ -64,7 +64,7 @@ class NameFormat:
         ```
     """
 
-    # Orbax compares it with what its manager does: here every process looks by itself.
+    # Orbax compares this with its manager's way of looking: here every process looks by itself.
     single_host_load_and_broadcast = False
 
     def __init__(
@@ -73,7 +73,6 @@ class NameFormat:
         *,
         reads_from: str | os.PathLike[str] | None = None,
     ) -> None:
-        """See the class."""
         if reads_from is not None and not isinstance(reads_from, str | os.PathLike):
             raise invalid("reads_from", reads_from, "a path or a URL", of="NameFormat")
         self._names = Standard() if step_names is None else checked(step_names)
@@ -88,7 +87,7 @@ class NameFormat:
         try:
             return str(self.find_step(root, step).path.relative_to(root))
         except ValueError:
-            # It is about to be saved.
+            # The step is about to be saved.
             return name
 
     def find_all(self, base_path: str | os.PathLike[str]) -> Iterator[step_lib.Metadata]:
@@ -100,7 +99,7 @@ class NameFormat:
             yield from step_lib.build_step_metadatas(root.iterdir(), self._found)
 
     def find_step(self, base_path: str | os.PathLike[str], step: int) -> step_lib.Metadata:
-        """Return where a step is.
+        """Return the place of a step.
 
         Raises:
             ValueError: There is no such step, as Orbax expects it.
@@ -112,7 +111,7 @@ class NameFormat:
         """
         found = self._found(_path(base_path) / self._names.name(step))
         if found is None and not isinstance(self._names, Standard):
-            # It may have been saved under another of its names.
+            # The step may have been saved under another of its names.
             found = next((each for each in self.find_all(base_path) if each.step == step), None)
         if found is None:
             raise ValueError(f"there is no committed step {step} in {os.fspath(base_path)}")
@@ -128,7 +127,7 @@ class NameFormat:
         try:
             summary = peek((directory / FILE_NAME).read_bytes())
         except (FileNotFoundError, NotADirectoryError):
-            # One of Orbax: on a disk it has its name once it is committed.
+            # A step of Orbax: on a disk it gets its name when it is committed.
             in_store = str(directory).startswith(_STORES)
             is_committed = (directory / _SUCCESS).exists() if in_store else directory.is_dir()
             return step_lib.Metadata(step, directory) if is_committed else None

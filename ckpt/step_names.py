@@ -48,11 +48,11 @@ class Standard:
     Attributes:
         prefix: The text before the `_`; empty for the number alone.
         digits: The least number of digits; 0 does not pad.
-        separator: What stands between the prefix and the number: `_` or `-`.
+        separator: Character between the prefix and the number: `_` or `-`.
 
     Raises:
         InvalidArgumentError: `prefix` cannot begin the name of a directory, `digits` is not a whole
-            number from 0 to 19, or `separator` is another one.
+            number from 0 to 19, or `separator` is neither `_` nor `-`.
 
     Example:
         ```python
@@ -93,7 +93,7 @@ class Standard:
 class Composite:
     """Writes names of one kind and reads several kinds, for a root whose naming has changed.
 
-    Of a step that exists under several names, the one with the name written now counts.
+    If a step exists under several names, the one with the name written now counts.
 
     Args:
         write: The names of new steps; they are read, too.
@@ -131,9 +131,9 @@ def checked(names: object) -> StepNames:
     """Return `names`, with a check of every answer.
 
     Raises:
-        InvalidArgumentError: It lacks the methods `name` and `step`. Those of the result raise it
-            if `names` raises an error, returns a name that a directory cannot have or that it
-            reads as another step, or returns something that is not a step.
+        InvalidArgumentError: `names` lacks the methods `name` and `step`. The methods of the result
+            raise it if `names` raises an error, returns a name that a directory cannot have or that
+            it reads as another step, or returns something that is not a step.
 
     Example:
         ```python

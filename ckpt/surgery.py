@@ -43,9 +43,9 @@ def stack(paths: str, to: str, axis: int = 0) -> Transform:
 
     Args:
         paths: The arrays; the last `*` counts them, and they are stacked in the order of its
-            numbers or texts. Earlier ones tell stacks apart.
+            numbers or texts. Earlier stars tell stacks apart.
         to: Path of the stack, with one `*` less.
-        axis: Where the new axis is; a negative one counts from the end of the result.
+        axis: Place of the new axis; a negative one counts from the end of the result.
 
     Example:
         ```python
@@ -72,7 +72,7 @@ def stack(paths: str, to: str, axis: int = 0) -> Transform:
         for path, members in groups.items():
             names = [members[star] for star in sorted(members, key=natural_key)]
             parts = [_array("stack", name, sources) for name in names]
-            _same("stack", names, parts, None)
+            _check_same("stack", names, parts, None)
             place = _axis("stack", path, axis, len(parts[0].shape) + 1)
             made[path] = concatenated([insert_axis(part, place) for part in parts], place)
         taken = {name for members in groups.values() for name in members.values()}
@@ -154,7 +154,7 @@ def concatenate(paths: Sequence[str], to: str, axis: int = 0) -> Transform:
                 )
             parts = [_array("concatenate", name, sources) for name in names]
             place = _axis("concatenate", path, axis, len(parts[0].shape))
-            _same("concatenate", names, parts, place)
+            _check_same("concatenate", names, parts, place)
             made[path] = concatenated(parts, place)
         return _replaced("concatenate", sources, taken, made)
 
@@ -170,7 +170,7 @@ def split(
         paths: The arrays.
         to: Path of every part, each with as many `*` as `paths`.
         axis: The axis; a negative one counts from the end.
-        sizes: Length of every part; None cuts into equal ones.
+        sizes: Length of every part; None cuts into equal parts.
 
     Example:
         ```python
@@ -215,11 +215,11 @@ def repeat(paths: str, times: int, axis: int = 0) -> Transform:
     """Return a transform that repeats every slice of arrays along an axis, as `numpy.repeat` does.
 
     The heads `a, b` become `a, a, b, b` with `times=2`. So the key and value heads of grouped-query
-    attention are copied to as many as there are query heads. What is stored is still read once.
+    attention become as many as there are query heads. The stored arrays are still read once.
 
     Args:
         paths: The arrays, which keep their paths.
-        times: How often each slice is there afterwards.
+        times: Number of times that each slice is there afterwards.
         axis: The axis; a negative one counts from the end.
 
     Example:
@@ -236,7 +236,7 @@ def repeat(paths: str, times: int, axis: int = 0) -> Transform:
         place = _axis("repeat", name, axis, len(source.shape))
         return virtual_arrays.repeat(source, place, times)
 
-    return _of_each("repeat", paths, made)
+    return _transform_each("repeat", paths, made)
 
 
 def transpose(paths: str, axes: Sequence[int] | None = None) -> Transform:
@@ -246,8 +246,8 @@ def transpose(paths: str, axes: Sequence[int] | None = None) -> Transform:
 
     Args:
         paths: The arrays, which keep their paths.
-        axes: For every axis of the result, the axis that it was; negative ones count from the end.
-            None reverses their order.
+        axes: For every axis of the result, its axis in the array; negative ones count from the end.
+            None reverses the axes.
 
     Example:
         ```python
@@ -270,7 +270,7 @@ def transpose(paths: str, axes: Sequence[int] | None = None) -> Transform:
             )
         return virtual_arrays.transpose(source, places)
 
-    return _of_each("transpose", paths, made)
+    return _transform_each("transpose", paths, made)
 
 
 def reshape(paths: str, shape: Sequence[int]) -> Transform:
@@ -278,13 +278,13 @@ def reshape(paths: str, shape: Sequence[int]) -> Transform:
 
     So heads that are stored as one axis become two: `[d, h * k]` as `[d, h, k]`.
 
-    It is refused where the rows of one shape end within those of the other so often that an array
-    falls into too many pieces, as `[20001, 20000]` does as `[20000, 20001]`. Such an array is
-    restored as it is stored, and reshaped with jax.
+    It is refused if the rows of one shape end within those of the other so often that an array
+    falls into too many pieces, as from `[20001, 20000]` to `[20000, 20001]`. Restore such an array
+    as it is stored, and reshape it with jax.
 
     Args:
         paths: The arrays, which keep their paths.
-        shape: The shape; one length may be -1, which stands for what is left.
+        shape: The shape; one length may be -1, which stands for the rest.
 
     Example:
         ```python
@@ -315,19 +315,21 @@ def reshape(paths: str, shape: Sequence[int]) -> Transform:
             )
         return reshaped
 
-    return _of_each("reshape", paths, made)
+    return _transform_each("reshape", paths, made)
 
 
 def _full_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...] | None:
-    """Return a shape with what -1 stands for; None if arrays of a size cannot have it."""
+    """Return a shape with its -1 filled in; None if arrays of `size` elements cannot have it."""
     known = math.prod(length for length in shape if length != -1)
     if -1 in shape and known:
         shape = tuple(size // known if length == -1 else length for length in shape)
     return shape if -1 not in shape and math.prod(shape) == size else None
 
 
-def _of_each(what: str, paths: str, made: Callable[[str, VirtualArray], VirtualArray]) -> Transform:
-    """Return a transform that makes one array of each, at the same path."""
+def _transform_each(
+    what: str, paths: str, made: Callable[[str, VirtualArray], VirtualArray]
+) -> Transform:
+    """Return a transform that makes a new array from each one, at the same path."""
     pattern = compile_pattern(paths)
 
     def transform(sources: Sources) -> Sources:
@@ -355,7 +357,7 @@ def _check_list(what: str, name: str, given: object) -> None:
 def _check_places(
     what: str, paths: Sequence[str], to: Sequence[object], axis: object, fewer: int = 0
 ) -> None:
-    """Check what can be checked without a checkpoint; `to` has `fewer` `*` than `paths`."""
+    """Check the paths without a checkpoint; `to` has `fewer` `*` than `paths`."""
     if type(axis) is not int:
         raise invalid("axis", axis, "a whole number", of=what)
     for place in to:
@@ -393,7 +395,9 @@ def _array(what: str, name: str, sources: Sources) -> VirtualArray:
     return source
 
 
-def _same(what: str, names: Sequence[str], parts: Sequence[VirtualArray], axis: int | None) -> None:
+def _check_same(
+    what: str, names: Sequence[str], parts: Sequence[VirtualArray], axis: int | None
+) -> None:
     """Check that parts have one dtype and one shape, but for `axis`."""
     first = parts[0]
     for name, part in zip(names, parts, strict=True):
@@ -422,7 +426,7 @@ def _add(what: str, made: dict[str, VirtualArray], path: str, source: VirtualArr
 
 
 def _replaced(what: str, sources: Sources, taken: set[str], made: Sources) -> Sources:
-    """Return the leaves with those made in the place of those taken."""
+    """Return the leaves with the made ones in the place of the taken ones."""
     left = {name: source for name, source in sources.items() if name not in taken}
     twice = next((path for path in made if path in left), None)
     if twice is not None:

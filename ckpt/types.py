@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from ckpt._api.conversion import Conversion
-from ckpt._api.partial import PartialSave, SyncPartialSave
-from ckpt._api.stored_array import StoredArray, SyncStoredArray
-from ckpt._api.trash import SyncTrash, Trash
-from ckpt._api.watch import SyncWatch, Watch
-from ckpt._commit import Arrival, SaveStatistics
+from ckpt._api.partial import PartialSave
+from ckpt._api.plain.partial import SyncPartialSave
+from ckpt._api.plain.stored_array import SyncStoredArray
+from ckpt._api.plain.trash import SyncTrash
+from ckpt._api.plain.watch import SyncWatch
+from ckpt._api.stored_array import StoredArray
+from ckpt._api.trash import Trash
+from ckpt._api.watch import Watch
+from ckpt._calls.conversion import Conversion
+from ckpt._commit import Arrival, Progress, SaveStatistics
 from ckpt._engine.verify.report import Problem, VerifyReport
+from ckpt._events import Event
 from ckpt._format.history import DroppedItem
+from ckpt._plan.adapt import RestoreReport
 from ckpt._steps.pins import Pin
 from ckpt._steps.removal.trash import TrashedStep
 from ckpt._steps.step_metadata import ItemInfo, LeafInfo
-from ckpt._vitals.signs import VitalSigns
+from ckpt._tree.classes import UnknownNode
+from ckpt._vitals.signs import LeafSigns
 
 __all__ = [
     "Arrival",
     "Conversion",
     "DroppedItem",
+    "Event",
     "ItemInfo",
     "LeafInfo",
+    "LeafSigns",
     "PartialSave",
     "Pin",
     "Problem",
+    "Progress",
+    "RestoreReport",
     "SaveStatistics",
     "StoredArray",
     "SyncPartialSave",
@@ -32,8 +43,8 @@ __all__ = [
     "SyncWatch",
     "Trash",
     "TrashedStep",
+    "UnknownNode",
     "VerifyReport",
-    "VitalSigns",
     "Watch",
 ]
 

@@ -1,1 +1,1 @@
-"""The faces of the library: what users call. No logic of their own."""
+"""The faces of the library: the calls of its users. No logic of their own."""

@@ -1,26 +1,24 @@
-"""`ManagedSteps`: what a manager tells of its steps, and what it does with those that are there."""
+"""`ManagedSteps`: the part of a manager that lists, describes and changes committed steps."""
 
 from __future__ import annotations
 
 from typing import Any, SupportsIndex
 
 from ckpt._api.base import ManagerBase
-from ckpt._api.faces.coroutines import awaited_methods
 from ckpt._api.trash import Trash
 from ckpt._commit import StepInfo
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._steps.pins import Pin
-from ckpt._steps.step_metadata import StepMetadata
-from ckpt.policies._health import Healthy
-from ckpt.policies._ranking import Metric, Mode
+from ckpt._steps.step_metadata import StepMetadata, infos
+from ckpt.keep._health import Healthy
+from ckpt.keep._ranking import Metric, Mode
 
 
-@awaited_methods("mgr", "ckpt.sync.CheckpointManager")
 class ManagedSteps(ManagerBase):
-    """The part of `CheckpointManager` about steps that are there."""
+    """The part of `CheckpointManager` about committed steps."""
 
     async def should_save(self, step: SupportsIndex) -> bool:
-        """Return whether `save` would save `step`; only ask about the current step.
+        """Return True if `save` would save `step`; only ask about the current step.
 
         Example:
             ```python
@@ -32,7 +30,7 @@ class ManagedSteps(ManagerBase):
         return await self._loop.run(self._service.should_save, step)
 
     async def all_steps(self) -> list[int]:
-        """Return every committed step, ascending, without those under way or failed.
+        """Return the committed steps, ascending, without those under way or failed.
 
         Example:
             ```python
@@ -41,10 +39,24 @@ class ManagedSteps(ManagerBase):
         """
         return await self._loop.run(self._service.reader.all_steps)
 
-    async def latest_step(self, *, healthy: bool | Healthy = False) -> int | None:
-        """Return the latest committed step, or healthy one (see `restore`); None without any.
+    async def steps(self) -> list[StepInfo]:
+        """Return the `StepInfo` of every committed step, ascending, as one list.
 
-        It is the greatest one, but for those that the run went back behind.
+        A step that is deleted meanwhile is not in the list. A step with a damaged manifest is left
+        out, with a warning.
+
+        Example:
+            ```python
+            for info in await mgr.steps():
+                print(info.step, info.committed, info.metrics)
+            ```
+        """
+        return await self._loop.run(infos, self._service.reader)
+
+    async def latest_step(self, *, healthy: bool | Healthy = False) -> int | None:
+        """Return the latest committed step, or healthy one (see `restore`); None if there is none.
+
+        It is the greatest step, apart from those that the run went back behind.
 
         Example:
             ```python
@@ -54,15 +66,16 @@ class ManagedSteps(ManagerBase):
         return await self._loop.run(self._service.reader.latest_step, healthy)
 
     async def best_step(self, metric: Metric | None = None, mode: Mode | None = None) -> int | None:
-        """Return the committed step with the best metric, or None if no step has it.
+        """Return the committed step with the best metric, or None if no step has any metrics.
 
         Args:
             metric: Name of a metric, or a function of all metrics of a step. None is the metric of
-                the `BestN` in the manager's `preservation`.
-            mode: Whether the smallest (`"min"`) or the greatest (`"max"`) value is best.
+                the `Best` in the manager's `keep`.
+            mode: `"min"` if the smallest value is best, `"max"` if the greatest is.
 
         Raises:
-            InvalidArgumentError: An argument is invalid, or missing without a `BestN`.
+            InvalidArgumentError: An argument is invalid, or missing without a `Best`; or steps
+                have metrics, but none has this one.
 
         Example:
             ```python
@@ -72,7 +85,7 @@ class ManagedSteps(ManagerBase):
         return await self._loop.run(self._service.reader.best_step, metric, mode)
 
     async def reload(self) -> None:
-        """Read every manifest again. Seldom needed: changes are noticed without it, too.
+        """Read every manifest again. Seldom needed: changes are noticed without it.
 
         Example:
             ```python
@@ -82,7 +95,7 @@ class ManagedSteps(ManagerBase):
         await self._loop.run(self._service.reload)
 
     async def root_metadata(self) -> dict[str, Any]:
-        """Return the metadata of the root; empty if it has none.
+        """Return the metadata of the root; if it has none yet, those given to the manager.
 
         Example:
             ```python
@@ -92,7 +105,7 @@ class ManagedSteps(ManagerBase):
         return await self._loop.run(self._service.root_metadata)
 
     async def metadata(self, step: SupportsIndex | None = None) -> StepMetadata:
-        """Return structure, shapes, dtypes and shardings of a step, or of the latest; no arrays.
+        """Return structure, shapes, dtypes and shardings of a step, or the latest; reads no arrays.
 
         Raises:
             StepNotFoundError: There is no such step, or none at all.
@@ -105,7 +118,7 @@ class ManagedSteps(ManagerBase):
         return await self._loop.run(self._service.reader.metadata, step)
 
     async def metrics(self, step: SupportsIndex | None = None) -> dict[str, float]:
-        """Return the metrics a step was saved with; `step` as in `metadata`.
+        """Return the metrics of a step, as they were saved; `step` as in `metadata`.
 
         Example:
             ```python
@@ -121,16 +134,17 @@ class ManagedSteps(ManagerBase):
         deep: bool = True,
         sample: float | None = None,
         seed: int | None = None,
-        deadline: float | None = None,
+        timeout: float | None = None,
     ) -> VerifyReport:
         """Compare a step with its manifest and report all damage by file, item and leaf path.
 
         Args:
             step: The step; None for the latest.
             deep: Read everything. With False, only compare names, kinds and sizes of files.
-            sample: Read only this share of it, chosen at random, from above 0 to 1.
+            sample: Read only this share of the files and of their bytes, chosen at random, above 0
+                and up to 1.
             seed: Makes that choice repeatable.
-            deadline: Begin no more files after that many seconds.
+            timeout: Seconds after this call at which no more files are begun.
 
         Returns:
             The report, true if nothing is wrong. Damage is reported, never raised.
@@ -138,7 +152,7 @@ class ManagedSteps(ManagerBase):
         Raises:
             StepNotFoundError: There is no such step; it may have been deleted meanwhile.
             UnsupportedFormatError: The step was written in a later format.
-            InvalidArgumentError: `sample` or `deadline` is invalid, or given with `deep=False`.
+            InvalidArgumentError: `sample` or `timeout` is invalid, or given with `deep=False`.
 
         Cancellation: reading stops and memory is freed before the cancellation continues.
 
@@ -148,21 +162,22 @@ class ManagedSteps(ManagerBase):
             assert report.ok, report
             ```
         """
-        return await self._loop.run(self._service.reader.verify, step, deep, sample, seed, deadline)
+        return await self._loop.run(self._service.reader.verify, step, deep, sample, seed, timeout)
 
     async def prefetch(self, step: SupportsIndex | None = None) -> StepInfo:
         """Copy a step from a farther place to the nearest `Tier`, so that reads of it are local.
 
-        The keeper copies it, compared with its digests, and it is visible there only when it is
-        whole. What is there already is read and compared; what is damaged there is replaced. The
-        step is pinned at its tier, as `prefetched`, so that the tier's `preservation` leaves it:
-        `unpin(step, "prefetched")` gives it back. It is not copied on from there.
+        The agent copies the step and compares it with its digests; the step is visible at the tier
+        only once it is whole. A step that is there already is read and compared, and replaced
+        if it is damaged. The step is pinned at its tier, as `prefetched`, so that the policy
+        of the tier keeps it: `unpin(step, "prefetched")` releases it. It is not copied on from
+        there.
 
         Args:
             step: The step; None for the latest.
 
         Returns:
-            The step as it is at the tier.
+            The `StepInfo` of the step at the tier.
 
         Raises:
             InvalidArgumentError: The manager has no `Tier`.
@@ -187,7 +202,7 @@ class ManagedSteps(ManagerBase):
         """Delete a committed step. It disappears atomically, then its bytes are removed.
 
         Files in it that this library did not write are moved beside it, to `<step>.others`. With
-        `item`, only that one of several items goes; the rest replaces the step atomically.
+        `item`, only this item goes; a step with the remaining items replaces it atomically.
 
         Raises:
             InvalidArgumentError: There is no such item, or it is the only one.
@@ -219,7 +234,7 @@ class ManagedSteps(ManagerBase):
         await self._loop.run(self._service.pin, step, name)
 
     async def unpin(self, step: SupportsIndex, name: str) -> bool:
-        """Remove the pin of that name; return whether there was one.
+        """Remove the pin of that name; return True if there was one.
 
         Example:
             ```python
@@ -240,5 +255,5 @@ class ManagedSteps(ManagerBase):
 
     @property
     def trash(self) -> Trash:
-        """Steps that `Deletion(trash=...)` keeps after their deletion, and that can come back."""
+        """Steps that are kept in the `trash` of the manager, and that can come back."""
         return Trash(self._loop, self._service)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, overload
 
-import anyio
-
-from ckpt._api.faces.coroutines import awaited_methods, refused
+from ckpt._api import waits
+from ckpt._api.bases import refused
 from ckpt._api.managed_steps import ManagedSteps
 from ckpt._api.partial import PartialSave
 from ckpt._api.resumption import Fresh, State, fresh_state, resume_target, source_target
@@ -18,32 +16,26 @@ from ckpt._api.watch import Watch
 from ckpt._arguments import true_or_false
 from ckpt._commit import Commit, StepInfo
 from ckpt._plan.adapt import Adapt
-from ckpt._runtime.futures import settled
-from ckpt._runtime.loop import Job
-from ckpt._runtime.threads import run_beside
-from ckpt._runtime.tracebacks import outcome
-from ckpt._settings import ArrayMemory, VerifyMode
+from ckpt._settings import ArrayMemory, IfExists, IfTaken
+from ckpt._steps.restores.restore_arguments import options_onto, restore_options
 from ckpt._steps.saves import after_saves
 from ckpt._steps.watcher import Until, WatchOptions
-from ckpt.policies._health import Healthy
+from ckpt.keep._health import Healthy
 from ckpt.storage._resolve import PathLike
 
-T = TypeVar("T")
 
-
-@awaited_methods("mgr", "ckpt.sync.CheckpointManager")
 class CheckpointManager(ManagedSteps):
     """Saves and restores the steps of one directory while training continues.
 
     Use it as `async with`: leaving the block waits for every commit, and raises the error of a
-    failed one unless you or the next save have had it. Its coroutines may be awaited from any task.
+    failed one unless its commit or the next save did. Its coroutines may be awaited from any task.
     All work is done on a thread of the library's own, so no event loop stalls. Saves of a manager
     that was never closed are finished at interpreter exit, and their errors are written to standard
     error. In a job of several processes, all of them make the same calls.
 
     Example:
         ```python
-        async with ckpt.CheckpointManager("runs/a", preservation=ckpt.policies.LatestN(3)) as mgr:
+        async with ckpt.CheckpointManager("runs/a", keep=3) as mgr:
             start, state = await mgr.resume(init_state)
             await mgr.save(start, state, metrics={"loss": 0.5})
         ```
@@ -70,17 +62,16 @@ class CheckpointManager(ManagedSteps):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Even when cancelled: the snapshots are taken, and committing them takes only seconds.
-        with anyio.CancelScope(shield=True):
-            await self._close(failed=error is not None)
+        # Not cut short: the snapshots are taken, and committing them takes only seconds.
+        await waits.shielded(partial(self._close, failed=error is not None))
         self._raise_unseen(error)
 
     async def close(self) -> None:
-        """Wait for every commit, end the library's thread, and raise failures nobody has checked.
+        """Wait for every commit, end the library's thread, and raise unchecked failures.
 
         Raises:
-            CheckpointError: A save has failed, and nobody has checked its commit. Of several
-                failures it is the first one, with a note that names the others.
+            CheckpointError: A save has failed, and nobody has checked its commit. If several have
+                failed, it is the first error, with a note that names the others.
 
         Cancellation: the commits still finish. It may be called several times.
 
@@ -96,7 +87,7 @@ class CheckpointManager(ManagedSteps):
 
     async def _close(self, *, failed: bool = False) -> None:
         try:
-            await run_beside(partial(self._service.close, failed=failed))
+            await waits.beside(partial(self._service.close, failed=failed))
         finally:
             self._service.stop_listening()
 
@@ -108,11 +99,11 @@ class CheckpointManager(ManagedSteps):
         *,
         items: Mapping[str, Any] | None = None,
         metrics: Mapping[str, Any] | None = None,
-        metadata: Any = None,
+        custom_metadata: Any = None,
         force: bool = False,
-        overwrite: bool = False,
+        if_exists: IfExists = "equal",
         durable: Literal[False] = False,
-        deadline: float | None = None,
+        timeout: float | None = None,
     ) -> Commit: ...
 
     @overload
@@ -123,12 +114,12 @@ class CheckpointManager(ManagedSteps):
         *,
         items: Mapping[str, Any] | None = None,
         metrics: Mapping[str, Any] | None = None,
-        metadata: Any = None,
+        custom_metadata: Any = None,
         force: bool = False,
-        overwrite: bool = False,
+        if_exists: IfExists = "equal",
         durable: Literal[True],
-        deadline: float | None = None,
-    ) -> StepInfo: ...
+        timeout: float | None = None,
+    ) -> StepInfo | None: ...
 
     async def save(
         self,
@@ -137,47 +128,55 @@ class CheckpointManager(ManagedSteps):
         *,
         items: Mapping[str, Any] | None = None,
         metrics: Mapping[str, Any] | None = None,
-        metadata: Any = None,
+        custom_metadata: Any = None,
         force: bool = False,
-        overwrite: bool = False,
+        if_exists: IfExists = "equal",
         durable: bool = False,
-        deadline: float | None = None,
-    ) -> Commit | StepInfo:
+        timeout: float | None = None,
+    ) -> Commit | StepInfo | None:
         """Take a snapshot and return once it is safe; writing goes on in the background.
 
-        Once this returns, you may donate, delete or change everything you passed. The manager's
-        `backlog` decides what happens while another save is under way. If an earlier save has
-        failed and nobody has checked its commit, this raises its error before anything of `step`
-        begins, and the same call again saves it; with `force`, `step` is saved first.
+        Once this returns, you may donate, delete or change everything you passed. The `backlog`
+        of the manager's `staging` decides what happens while another save is under way. If an
+        earlier save failed and its commit was never checked, this call raises that error before
+        anything of `step` begins; call it again to save `step`. With `force`, `step` is saved
+        first.
 
         Args:
             step: The step, 0 or greater.
             state: One PyTree of jax arrays (with any sharding over the local devices), numpy arrays
                 and Python scalars; None with `items`.
             items: Several objects by name, instead of `state`.
-            metrics: Numbers by name, or dicts of them; jax may still be computing them.
-            metadata: JSON values to keep with the step; tuples come back as lists.
+            metrics: Numbers by name, or dicts of them; jax may still be computing them. Texts and
+                lists are kept with them; `info.metrics` has the numbers.
+            custom_metadata: JSON values to keep with the step; tuples come back as lists.
             force: Save even if the save policy says no.
-            overwrite: Replace the step if it exists. The old one stays until the new is published.
-            durable: Return only when the step is durable, and return its `StepInfo`.
-            deadline: Seconds after this call at which the save is given up, wherever it is. Nothing
+            if_exists: What happens if the step exists. `"equal"` skips the save if it would store
+                the same items, and raises an error if they differ. `"error"` always raises,
+                `"skip"` always skips. `"replace"` replaces it: the old one stays until the new one
+                is published.
+            durable: Return only when the step is durable, and return its `StepInfo`; None if
+                nothing was saved.
+            timeout: Seconds after this call at which the save is given up, wherever it is. Nothing
                 of it is left; its memory is free once reads and writes that have begun have ended.
 
         Returns:
             The commit. Await it for durability, or rely on the manager's exit. It is falsy, with
-            the reason in `skipped`, if the save policy said no. With `durable`, the `StepInfo`.
+            the reason in `skipped`, if policy or backlog refused the save, or if the step exists
+            and need not be saved again. With `durable`, the `StepInfo`, or None in place of a falsy
+            commit.
 
         Raises:
             InvalidArgumentError: An argument is invalid. Nothing was changed.
-            UnsupportedLeafError: A leaf cannot be stored, or was deleted; names its path.
-            StepExistsError: The step exists and `overwrite` is False.
+            UnsupportedLeafError: A leaf cannot be stored, or was deleted; the error names its path.
+            StepExistsError: The step exists, and is neither equal nor to be skipped or replaced.
             StorageError: The store failed before the snapshot was complete; in a job of several
-                processes, the commit raises that.
+                processes, the commit raises this error.
             CheckpointError: An earlier save has failed, and nobody has checked its commit.
             HandlerError: A handler, or an object that it saves, raised an error.
-            SaveSkippedError: With `durable`: the save policy, or the backlog, said no.
-            DeadlineExceededError: At the `deadline` the snapshot was not complete, or, with
-                `durable`, the step; says in which stage it was. Later, the commit raises it.
+            DeadlineExceededError: At the `timeout` the snapshot was not complete, or with
+                `durable` the step; the error names the stage of the save. Later, the commit raises
+                it.
 
         Cancellation: the save is stopped and removed before the cancellation continues.
 
@@ -188,10 +187,12 @@ class CheckpointManager(ManagedSteps):
             ```
         """
         true_or_false("durable", durable)
+        # plain: self._loop.check_caller()
         commit, job, staged = self._service.saves.start(
-            step, state, items, metrics, metadata, deadline, force=force, overwrite=overwrite
+            step, state, items, metrics, custom_metadata, timeout, force=force, if_exists=if_exists
         )
-        return await _stopping(job, _safe(commit, staged, durable=durable))
+        await waits.snapshot_taken(job, staged)
+        return await waits.durable(job, commit) if durable else commit
 
     async def snapshot(
         self,
@@ -200,21 +201,22 @@ class CheckpointManager(ManagedSteps):
         *,
         items: Mapping[str, Any] | None = None,
         metrics: Mapping[str, Any] | None = None,
-        metadata: Any = None,
+        custom_metadata: Any = None,
     ) -> Commit:
         """Put the state into the memory of this host, where it outlives this process.
 
         It returns when `save` would: once you may donate what you passed. Nothing is written to a
         storage. `resume` and `restore` find the last snapshot when a process is started again on
-        this host. If this one dies, or is told to end, a helper process writes it to the root as an
-        ordinary step. A newer snapshot replaces it once it is whole, and a clean end removes it.
+        this host. If this process dies, or is told to end, a helper process writes the snapshot to
+        the root as an ordinary step. A newer snapshot replaces it once that is whole, and a clean
+        end removes it.
 
         Args:
             step: The step, 0 or greater.
             state: As for `save`.
             items: As for `save`.
             metrics: As for `save`.
-            metadata: As for `save`.
+            custom_metadata: As for `save`.
 
         Returns:
             The commit: done once the snapshot is whole. It is falsy, with the reason in `skipped`,
@@ -222,9 +224,9 @@ class CheckpointManager(ManagedSteps):
 
         Raises:
             InvalidArgumentError: An argument is invalid, or the manager has no tier in memory.
-            UnsupportedLeafError: A leaf cannot be stored, or was deleted; names its path.
+            UnsupportedLeafError: A leaf cannot be stored, or was deleted; the error names its path.
             HandlerError: A handler, or an object that it saves, raised an error.
-            CheckpointError: What an earlier save has failed with; see `save`.
+            CheckpointError: An earlier save has failed; see `save`.
 
         Cancellation: the snapshot is stopped and removed before the cancellation continues.
 
@@ -235,8 +237,11 @@ class CheckpointManager(ManagedSteps):
                 await mgr.snapshot(step, state)
             ```
         """
-        commit, job, staged = self._service.start_snapshot(step, state, items, metrics, metadata)
-        await _stopping(job, _safe(commit, staged, durable=False))
+        # plain: self._loop.check_caller()
+        commit, job, staged = self._service.start_snapshot(
+            step, state, items, metrics, custom_metadata
+        )
+        await waits.snapshot_taken(job, staged)
         return commit
 
     def partial(
@@ -244,8 +249,8 @@ class CheckpointManager(ManagedSteps):
         step: SupportsIndex,
         *,
         metrics: Mapping[str, Any] | None = None,
-        metadata: Any = None,
-        overwrite: bool = False,
+        custom_metadata: Any = None,
+        if_exists: IfTaken = "error",
     ) -> PartialSave:
         """Save a step in several calls of `part.save`: `async with mgr.partial(step) as part`.
 
@@ -258,7 +263,8 @@ class CheckpointManager(ManagedSteps):
                 await part.save({"opt_state": state["opt_state"]})
             ```
         """
-        started = self._service.start_partial(step, metrics, metadata, overwrite=overwrite)
+        # plain: self._loop.check_caller()
+        started = self._service.start_partial(step, metrics, custom_metadata, if_exists=if_exists)
         return PartialSave(started, self)
 
     async def restore(
@@ -273,32 +279,35 @@ class CheckpointManager(ManagedSteps):
         fallback: bool = False,
         healthy: bool | Healthy = False,
         memory: ArrayMemory = "jax",
-        verify: VerifyMode | None = None,
+        check_devices: bool = False,
     ) -> State:
         """Load a committed step.
 
         Args:
             step: The step; None for the latest.
-            like: The target: a tree of the structure to return. Its leaves say what to return:
+            like: The target: a tree of the structure to return. Each leaf describes the result:
                 `jax.ShapeDtypeStruct` (with sharding and dtype), jax or numpy arrays, Python
                 scalars or their types, functions, or `...` to skip a leaf or a whole subtree. None
                 restores everything as it was saved. For several items, a dict of targets.
             items: Load these items only: their names, or a mapping of names to targets.
             at: Load only the branch at this leaf path, as if it were the whole tree: with
                 `at="params"`, `like` is a target for the parameters alone.
-            adapt: How the checkpoint may differ from the target: leaves to select, rename, cast,
-                resize, stack or leave out. For several items, a dict may hold one for each. By
-                default they must agree.
+            adapt: Allowed differences between the checkpoint and the target: leaves to select,
+                rename, cast, resize, stack or leave out. For several items, a dict may hold one for
+                each. By default they must agree.
             broadcast_bytes: In a job of several processes, read shared data only once and exchange
                 it over the devices, using this much host memory. All processes pass the same value.
-            fallback: Without a step, take the newest one that is whole: a warning names each step
-                that is damaged and passed over. If all are, the error of the newest is raised.
+            fallback: Without a step, take the newest one that is whole: a warning names each
+                damaged step that is passed over. If all are damaged, the error of the newest is
+                raised.
             healthy: Without a step, take the newest one that is known to be healthy, by its vital
-                signs or a `ckpt.policies.Healthy(allow=...)`; a warning says what it passes over.
-            memory: Whose memory the arrays have on CPU devices. `"jax"`: its own, which the next
-                step can donate. `"buffers"`: memory of this library, used again once the arrays are
-                gone; for evaluators. `"files"`: the files themselves, mapped without a copy.
-            verify: With `"device"`, what is on the devices is compared with the vital signs.
+                signs or a `ckpt.keep.Healthy(allow=...)`; a warning names the steps that are
+                passed over.
+            memory: Kind of memory of the arrays on CPU devices. `"jax"`: memory of jax, which the
+                next step can donate. `"buffers"`: memory of this library, used again once the
+                arrays are gone; for evaluators. `"files"`: the files themselves, mapped without a
+                copy.
+            check_devices: Compare the arrays on the devices with the vital signs.
 
         Returns:
             The tree of a step that was saved without item names, else a dict by item name.
@@ -306,9 +315,11 @@ class CheckpointManager(ManagedSteps):
         Raises:
             InvalidArgumentError: An argument is invalid.
             StepNotFoundError: There is no such step, none at all, or none that is healthy.
-            TargetMismatchError: `like` does not fit; lists every leaf. No array was read.
-            CorruptCheckpointError, DeviceMismatchError: Stored data, or what arrived, is damaged.
-            HandlerError: A handler, or an object that it loads, raised an error; names the item.
+            TargetMismatchError: `like` does not fit; the error lists every leaf. No array was read.
+            CorruptCheckpointError, DeviceMismatchError: Stored data is damaged, or an array on a
+                device is.
+            HandlerError: A handler, or an object that it loads, raised an error; the error names
+                the item.
 
         Cancellation: reading stops and memory is freed before the cancellation continues.
 
@@ -317,8 +328,10 @@ class CheckpointManager(ManagedSteps):
             state = await mgr.restore(like=state)
             ```
         """
-        given = step, like, items, at, adapt, broadcast_bytes, fallback, healthy, memory, verify
-        return await self._loop.run_served(partial(after_saves.restore, self._service), *given)
+        given = like, items, at, adapt, memory, check_devices, broadcast_bytes, fallback, healthy
+        restore = partial(after_saves.restore, self._service, step)
+        found: State = await self._loop.run_served(restore, restore_options(*given))
+        return found
 
     @overload
     async def resume(
@@ -369,30 +382,32 @@ class CheckpointManager(ManagedSteps):
     ) -> tuple[int, Any]:
         """Return the step to go on with, and the state to go on from.
 
-        That is the step after the latest one and the state saved with it; in a new root, step 0
-        and the fresh state.
+        These are the step after the latest one and the state saved with the latest one; in a new
+        root, step 0 and the fresh state.
 
         Args:
             init: The fresh state, or a function without arguments that returns it. To resume a run,
-                it is traced by `jax.eval_shape`: its arrays take no memory. It is called for a new
-                run, if `adapt` keeps some of its values, and if tracing fails, with a warning.
+                the function is traced by `jax.eval_shape`: its arrays take no memory. It is called
+                for a new run, if `adapt` keeps some of its values, and, with a warning, if tracing
+                fails.
             items: Instead of `init`, for a step of several items: a dict of their names to fresh
                 objects, or to functions that return them. Objects with a state of their own, such
                 as data iterators, get it back.
-            like: A target instead of `init`, for other shardings; of items, a dict for some.
-            adapt: As for `restore`; with `source`, how that may differ, and steps of this run not.
+            like: A target instead of `init`, for other shardings; for items, a dict for some.
+            adapt: As for `restore`. With `source`, the allowed differences of that checkpoint;
+                steps of this run must then agree.
             fallback: As for `restore`: a damaged step is passed over for the one before it.
-            healthy: As for `restore`. Steps that are passed over make way when they are saved anew.
+            healthy: As for `restore`. New saves of steps that are passed over replace them.
             source: Path or URL of a checkpoint that a new run begins from, such as a model to
-                fine-tune. Steps of the root come first; they name it: `info.parent`.
+                fine-tune. Steps of the root come first; `info.parent` of the run's steps names it.
 
         Returns:
             The first step to train, and the state; with `items`, a dict by item name.
 
         Raises:
             InvalidArgumentError: An argument is invalid.
-            StepNotFoundError: There are steps, and none of them can be read, or is healthy.
-            CheckpointError: As by `restore`.
+            StepNotFoundError: There are steps, but none of them can be read, or is healthy.
+            CheckpointError: As for `restore`.
 
         Cancellation: reading stops and memory is freed before the cancellation continues.
 
@@ -410,12 +425,12 @@ class CheckpointManager(ManagedSteps):
             if source is None:
                 return 0, fresh_state(init, items)
             target = source_target(init, items, like, adapt)
-            given = source, target, items is not None, adapt
-            return 0, await self._loop.run(self._service.reader.begin_from, *given)
+            options = options_onto(target, items, adapt, fallback, healthy)
+            return 0, await self._loop.run(self._service.reader.begin_from, source, options)
         adapt = adapt if source is None else None
         target = resume_target(init, items, like, adapt)
-        told = start, target, items is not None, adapt, fallback, healthy
-        return await self._loop.run_served(self._service.reader.resume, *told)
+        options = options_onto(target, items, adapt, fallback, healthy)
+        return await self._loop.run_served(self._service.reader.resume, start, options)
 
     def watch(
         self,
@@ -442,10 +457,10 @@ class CheckpointManager(ManagedSteps):
         return Watch(self._watcher(options))
 
     async def wait_until_finished(self) -> None:
-        """Wait for every save that was started, and raise what failed of them, as `close` does.
+        """Wait for every save that was started, and raise failures, as `close` does.
 
-        Every call that waits gets the error. By then, the steps that are no longer kept have been
-        deleted, too.
+        If several calls wait, all of them raise the error. By then, the steps that are no longer
+        kept have been deleted, too.
 
         Example:
             ```python
@@ -453,21 +468,3 @@ class CheckpointManager(ManagedSteps):
             ```
         """
         await self._loop.run(self._service.wait_until_finished)
-
-
-async def _safe(commit: Commit, staged: Future[None], *, durable: bool) -> Commit | StepInfo:
-    """Return a commit once its caller may change what was passed, or once it is durable."""
-    await settled(staged)
-    outcome(staged)
-    return await commit if durable else commit
-
-
-async def _stopping(job: Job[None], wait: Awaitable[T]) -> T:
-    """Wait for a save; if that is cancelled, the save is stopped first."""
-    try:
-        return await wait
-    except anyio.get_cancelled_exc_class():
-        job.cancel()
-        with anyio.CancelScope(shield=True):
-            await settled(job.future)
-        raise

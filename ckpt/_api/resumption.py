@@ -1,4 +1,4 @@
-"""Resuming a run: the fresh state of a run that begins, and the target of one that goes on."""
+"""Resuming a run: the fresh state of a new run, and the target of a run that goes on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt.errors import InvalidArgumentError
 logger = logging.getLogger("ckpt")
 
 if TYPE_CHECKING:
-    # Without a target, type checkers cannot know what was saved.
+    # If no target is given, type checkers cannot know the type of the saved state.
     from typing_extensions import TypeVar
 
     State = TypeVar("State", default=Any)
@@ -27,23 +27,23 @@ else:
 
     State = TypeVar("State")
 Fresh = TypeVar("Fresh")
-# Leaves that hold no arrays of jax.
+# Types of leaves that hold no jax arrays.
 _PLAIN = (bool, int, float, complex, str, bytes, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 def abstract(tree: Any, shardings: ShardingTree = None) -> Any:
     """Return a target for `like=` that has shapes, dtypes and shardings, and no arrays.
 
-    `like=state` is enough where a state exists. This is for a state that should not be made, since
-    it would take memory or time, or that is to be restored onto other devices.
+    `like=state` is enough if a state exists. This function is for a state that should not be made,
+    since it would take memory or time, or that is to be restored onto other devices.
 
     Args:
         tree: A tree of arrays; or a function without arguments that returns one, which is traced by
-            `jax.eval_shape`, so that its jax arrays take no memory. Those of a function of
+            `jax.eval_shape`, so that its jax arrays take no memory. The arrays of a function of
             `jax.jit` have the shardings of its `out_shardings`.
-        shardings: Where the arrays are to be restored: a sharding for all, or a tree of shardings
-            with the structure of `tree`, or of its upper part. None leaves the sharding that the
-            arrays have.
+        shardings: The shardings for the restore: one sharding for all arrays, or a tree of
+            shardings with the structure of `tree`, or of its upper part. None leaves the sharding
+            that the arrays have.
 
     Returns:
         The tree, with a `jax.ShapeDtypeStruct` for every jax array, and for every numpy array that
@@ -61,7 +61,7 @@ def abstract(tree: Any, shardings: ShardingTree = None) -> Any:
     try:
         leaves, structure = jax.tree.flatten(found)
     except Exception as error:
-        # Of keys that cannot be sorted, or of the code of a class.
+        # Keys that cannot be sorted, and the code of a class, raise errors of any kind.
         raise InvalidArgumentError(f"jax cannot flatten the tree: {error!s:.300}") from error
     places = spread(shardings, found) if shardings is not None else [None] * len(leaves)
     return jax.tree.unflatten(structure, map(_abstract_leaf, leaves, places))
@@ -81,11 +81,11 @@ def _abstract_leaf(leaf: Any, sharding: jax.sharding.Sharding | None) -> Any:
 
 
 def _traced(function: Callable[[], Any]) -> Any:
-    """Return what the function returns, with a shape for every jax array that it makes.
+    """Return the result of the function, with a shape for every jax array that it makes.
 
     All other leaves are returned as they are, as `equinox.filter_eval_shape` does: jax refuses some
     of them, such as the activation functions in a module, and makes jax arrays of numbers and of
-    numpy arrays, which would then be restored as such.
+    numpy arrays, which would then be restored as jax arrays.
     """
     kept: list[Any] = []
     structure: Any = None
@@ -96,7 +96,7 @@ def _traced(function: Callable[[], Any]) -> Any:
         kept = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
         return [leaf if isinstance(leaf, jax.Array) else None for leaf in leaves]
 
-    # A function of `jax.jit` returns jax arrays alone, and knows where it puts them.
+    # A function of `jax.jit` returns jax arrays only, and knows their shardings.
     is_jitted = hasattr(function, "eval_shape")
     try:
         shapes = jax.eval_shape(function if is_jitted else arrays)
@@ -120,7 +120,7 @@ def _traced(function: Callable[[], Any]) -> Any:
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Tell whether a leaf is what it is, traced or not."""
+    """Return True if tracing does not change the leaf."""
     return is_function(leaf) or isinstance(leaf, _PLAIN)
 
 
@@ -129,7 +129,7 @@ def _name(function: Callable[[], Any]) -> str:
 
 
 def fresh_state(init: Any, items: Mapping[str, Any] | None) -> Any:
-    """Return the state of a run that begins: what was given, or what the given functions return."""
+    """Return the state of a new run: the given one, or the result of the given functions."""
     _check_given(init, items)
     given = {"": init} if items is None else items
     for name, each in given.items():
@@ -146,7 +146,7 @@ def fresh_state(init: Any, items: Mapping[str, Any] | None) -> Any:
 
 
 def resume_target(init: Any, items: Mapping[str, Any] | None, like: Any, adapt: Any = None) -> Any:
-    """Return the target of a run that goes on; of items, a dict of targets."""
+    """Return the target of a run that goes on; for items, a dict of targets."""
     _check_given(init, items)
     if items is None:
         return _target(init, adapt) if like is None else like
@@ -163,10 +163,10 @@ def resume_target(init: Any, items: Mapping[str, Any] | None, like: Any, adapt: 
 
 
 def source_target(init: Any, items: Mapping[str, Any] | None, like: Any, adapt: Any) -> Any:
-    """Return the target of a run that begins from a checkpoint of another one.
+    """Return the target of a run that begins from a checkpoint of another run.
 
-    Where the checkpoint may differ, leaves that it does not have keep the values of the fresh
-    state, so that is made.
+    If the checkpoint may differ, leaves that it does not have keep the values of the fresh state,
+    so the fresh state is made.
     """
     if adapt is None:
         return resume_target(init, items, like)
@@ -185,7 +185,7 @@ def _target(fresh: Any, adapt: Any) -> Any:
     try:
         return abstract(fresh)
     except InvalidArgumentError as error:
-        # Here and not at the beginning of the run: a run must not end at its first restart.
+        # Checked here and not when the run begins: a run must not fail at its first restart.
         logger.warning(
             "%s is called for a target, which takes the memory of a second state: %s",
             _name(fresh),

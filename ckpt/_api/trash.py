@@ -1,13 +1,14 @@
-"""`mgr.trash`: steps that were deleted and can come back, for asyncio and for plain programs."""
+"""`Trash`: steps that were deleted and can come back."""
 
 from __future__ import annotations
 
-from typing import SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex
 
-from ckpt._api.faces.plain_docs import plain_docs
 from ckpt._runtime.loop import EngineLoop
 from ckpt._steps.removal.trash import TrashedStep
-from ckpt._tiers.factory import Service
+
+if TYPE_CHECKING:
+    from ckpt._tiers.factory import Service
 
 
 class Trash:
@@ -19,8 +20,7 @@ class Trash:
 
     Example:
         ```python
-        deletion = ckpt.policies.Deletion(trash="trash")
-        async with ckpt.CheckpointManager(root, deletion=deletion) as mgr:
+        async with ckpt.CheckpointManager(root, trash="trash") as mgr:
             await mgr.delete(100)
             await mgr.trash.undelete(100)
         ```
@@ -32,15 +32,14 @@ class Trash:
         self._service = service
 
     async def steps(self) -> list[TrashedStep]:
-        """Return what is in the trash, by step; a step may be there several times.
+        """Return the steps in the trash, by step; a step may be there several times.
 
         Raises:
             InvalidArgumentError: The manager has no trash.
 
         Example:
             ```python
-            deletion = ckpt.policies.Deletion(trash="trash")
-            async with ckpt.CheckpointManager(root, deletion=deletion) as mgr:
+            async with ckpt.CheckpointManager(root, trash="trash") as mgr:
                 for each in await mgr.trash.steps():
                     print(each.step, each.deleted, each.path)
             ```
@@ -48,22 +47,21 @@ class Trash:
         return await self._loop.run(self._service.trash.steps)
 
     async def undelete(self, step: SupportsIndex) -> None:
-        """Take a step back: it is committed again, with all it had, in one atomic act.
+        """Take a step back: it is committed again as it was, in one atomic operation.
 
-        If it is in the trash several times, the one that was deleted last comes back. A policy may
-        delete it again after the next save: pin it, if it is to stay.
+        If the step is in the trash several times, the one that was deleted last comes back. A
+        policy may delete it again after the next save: pin the step if it is to stay.
 
         Raises:
             InvalidArgumentError: The manager has no trash.
             StepNotFoundError: The step is not in the trash.
-            StepExistsError: There is such a step again.
-            CorruptCheckpointError: In a bucket: objects of it are missing.
+            StepExistsError: The step exists again.
+            CorruptCheckpointError: In a bucket: objects of the step are missing.
             ReadOnlyError: The manager is read-only.
 
         Example:
             ```python
-            deletion = ckpt.policies.Deletion(trash="trash")
-            async with ckpt.CheckpointManager(root, deletion=deletion) as mgr:
+            async with ckpt.CheckpointManager(root, trash="trash") as mgr:
                 await mgr.delete(100)
                 await mgr.trash.undelete(100)
             ```
@@ -71,54 +69,22 @@ class Trash:
         await self._loop.run(self._service.undelete, step)
 
     async def empty(self, older_than: float = 0.0) -> list[int]:
-        """Remove steps from the trash for good; return which.
+        """Remove steps from the trash permanently; return their numbers.
 
         Args:
-            older_than: Only those that were deleted at least that many seconds ago.
+            older_than: Remove only steps that were deleted at least that many seconds ago.
 
         Raises:
             InvalidArgumentError: The manager has no trash, or `older_than` is not a number of
                 seconds.
             ReadOnlyError: The manager is read-only.
 
-        Cancellation: the step that is being removed is removed, the others stay.
+        Cancellation: a step whose removal has begun is removed; the others stay.
 
         Example:
             ```python
-            deletion = ckpt.policies.Deletion(trash="trash")
-            async with ckpt.CheckpointManager(root, deletion=deletion) as mgr:
+            async with ckpt.CheckpointManager(root, trash="trash") as mgr:
                 await mgr.trash.empty(older_than=7 * 24 * 3600)
             ```
         """
         return await self._loop.run(self._service.empty_trash, older_than)
-
-
-@plain_docs(Trash)
-class SyncTrash:
-    """The trash of a manager of `ckpt.sync` that was opened with `Deletion(trash=...)`.
-
-    Example:
-        ```python
-        deletion = ckpt.policies.Deletion(trash="trash")
-        with ckpt.sync.CheckpointManager(root, deletion=deletion) as mgr:
-            mgr.delete(100)
-            mgr.trash.undelete(100)
-        ```
-    """
-
-    def __init__(self, loop: EngineLoop, service: Service) -> None:
-        """Use the trash of the root that `service` serves."""
-        self._loop = loop
-        self._service = service
-
-    def steps(self) -> list[TrashedStep]:
-        """Return what is in the trash, by step."""
-        return self._loop.call(self._service.trash.steps)
-
-    def undelete(self, step: SupportsIndex) -> None:
-        """Take a step back."""
-        self._loop.call(self._service.undelete, step)
-
-    def empty(self, older_than: float = 0.0) -> list[int]:
-        """Remove steps from the trash for good; return which."""
-        return self._loop.call(self._service.empty_trash, older_than)

@@ -1,1 +1,1 @@
-"""Conversion: a checkpoint becomes one of another format, a block of memory at a time."""
+"""Conversion of checkpoints to other formats, one block of memory at a time."""

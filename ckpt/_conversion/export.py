@@ -1,4 +1,4 @@
-"""Exports: the arrays of a checkpoint in a format of another library."""
+"""Exports of the arrays of a checkpoint to formats of other libraries."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from ckpt._conversion import safetensors_files, zarr_folder
+from ckpt._conversion.checkpoint_items import CheckpointItem
 from ckpt._conversion.export_folder import exported
-from ckpt._conversion.stored_items import StoredItem
 from ckpt._conversion.tensors import PIECE_BYTES, ExportedArray, tensors_of
 from ckpt._conversion.written import Written
 from ckpt._format.dtypes import DTYPES
@@ -19,18 +19,18 @@ from ckpt.errors import located
 from ckpt.exports import Safetensors, Zarr
 
 _MOST_PIECES = 8
-# A piece is in memory as it was read, and as it is written.
+# A piece is in memory twice: as it was read, and as it is written.
 _COPIES = 2
 
 
 class ExportTarget(Struct, frozen=True):
-    """An export to be written; a `Target`.
+    """A planned export; a `Target`.
 
     Attributes:
-        path: Where it goes.
+        path: Path of the export.
         options: Its format.
         at: The branch that is exported; None for everything.
-        overwrite: Whether what is there is replaced.
+        overwrite: True to replace an existing export.
     """
 
     path: Path
@@ -40,11 +40,13 @@ class ExportTarget(Struct, frozen=True):
 
     @property
     def format(self) -> str:
-        """The name of the format."""
+        """Name of the format."""
         return type(self.options).__name__.lower()
 
-    async def write(self, items: Mapping[str, StoredItem], old: Manifest, budget: int) -> Written:
-        """Write the arrays among the items."""
+    async def write(
+        self, items: Mapping[str, CheckpointItem], old: Manifest, budget: int
+    ) -> Written:
+        """Write the arrays of the items."""
         options = self.options
         module = safetensors_files if isinstance(options, Safetensors) else zarr_folder
         tensors = tensors_of(items, old.unnamed, self.at, module.problem_of)
@@ -63,7 +65,7 @@ class ExportTarget(Struct, frozen=True):
 
 
 def _at_once(tensors: Sequence[ExportedArray], budget: int) -> int:
-    """Return how many pieces may be in memory."""
+    """Return the number of pieces that may be in memory."""
     largest = max((_piece_bytes(tensor) for tensor in tensors), default=0)
     return min(max(budget // (_COPIES * max(largest, PIECE_BYTES)), 1), _MOST_PIECES)
 

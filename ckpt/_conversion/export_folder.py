@@ -1,4 +1,4 @@
-"""Exports to a disk: written under another name beside their place, and then renamed whole."""
+"""Exports to a disk, written under a temporary name beside their place, and then renamed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ckpt.storage._resolve import PathLike, local_path
 
 
 def export_path(target: PathLike) -> Path:
-    """Return where an export goes.
+    """Return the path of an export.
 
     Raises:
-        InvalidArgumentError: It is not on a disk.
+        InvalidArgumentError: The target is not on a disk.
     """
     path = local_path(target)
     if path is None:
@@ -39,16 +39,17 @@ async def exported(
     may_replace: Callable[[Path], bool],
     write: Callable[[Path], Awaitable[None]],
 ) -> None:
-    """Write a file or a directory; it is durable on return, and never there in part.
+    """Write a file or a directory; it is durable on return, and never visible in part.
 
     Args:
-        path: Where it goes.
-        overwrite: Whether what is there is replaced.
-        may_replace: Tells whether a directory that is there is such an export.
-        write: Writes it to the path that it gets, which does not exist; all of it durable.
+        path: Its path.
+        overwrite: True to replace an existing file or directory.
+        may_replace: Returns True if an existing directory is such an export.
+        write: Writes the export to the given path, which does not exist, and makes all of it
+            durable.
 
     Raises:
-        StepExistsError: Something is there, and may not be replaced.
+        StepExistsError: There is a file or directory that may not be replaced.
         StorageError: The file system refused.
 
     Cancellation: nothing is left behind.
@@ -72,7 +73,7 @@ def _refuse_taken(path: Path, overwrite: bool, may_replace: Callable[[Path], boo
     if not overwrite:
         raise StepExistsError(
             f"{path} already exists and was not changed. Choose another path, or pass "
-            "overwrite=True to replace it"
+            "if_exists='replace' to replace it"
         )
     if path.is_dir() and not may_replace(path):
         raise StepExistsError(

@@ -1,4 +1,4 @@
-"""File writes: arrays are read and written piece by piece, several at a time."""
+"""File writes: arrays are read and written in pieces, several at a time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ckpt.storage._local.errors import translated
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-# Direct writes are of whole sectors. Below a MiB the page cache is as fast.
+# Direct writes consist of whole sectors. Below a MiB the page cache is as fast.
 _SECTOR = 4096
 _DIRECT_BYTES = 1 << 20
-# What is copied stays in the cache of a core.
+# Size of the scratch memory, which stays in the cache of a core.
 _SCRATCH_BYTES = 2 << 20
 
 
@@ -31,8 +31,8 @@ async def write_pieces(pieces: Iterable[Callable[[Bytes], None]], at_once: int) 
     """Call functions that each read and write a piece, in worker threads.
 
     Args:
-        pieces: The functions, which are given scratch memory; see `LargeFile.write`.
-        at_once: How many may be under way.
+        pieces: The functions; each is called with scratch memory, see `LargeFile.write`.
+        at_once: Number of functions that may run at once.
     """
     left = iter(pieces)
 
@@ -53,7 +53,7 @@ def write_region(
 
     Args:
         file: The file.
-        start: Where the array begins in it.
+        start: Offset of the array in it.
         shape: Shape of the array.
         region: The region.
         data: Its elements.
@@ -69,11 +69,11 @@ def write_region(
 
 
 def runs_of(shape: tuple[int, ...], region: Region) -> Iterator[tuple[int, int]]:
-    """Yield the runs of elements of a region: where each begins in the array, and its length."""
+    """Yield offset and length of the contiguous runs of elements of a region."""
     strides = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * shape[axis + 1]
-    # The axes from here on are whole, so that one step of the axis before is one run.
+    # The axes from here on are whole, so one step along the axis before them is one run.
     inner = len(shape)
     while inner > 0 and region.shape[inner - 1] == shape[inner - 1]:
         inner -= 1
@@ -85,7 +85,7 @@ def runs_of(shape: tuple[int, ...], region: Region) -> Iterator[tuple[int, int]]
 
 
 class LargeFile:
-    """A new file that is written past the page cache where that is possible.
+    """A new file that is written past the page cache if possible.
 
     Writing through the page cache fills memory with bytes that are not read again soon, and takes
     time: on a virtual machine, 4 GiB took 10.6 s that way, and 5.0 s past it.
@@ -95,7 +95,7 @@ class LargeFile:
         """Make the file, with room for `nbytes`.
 
         Raises:
-            StorageError: It cannot be made, or the disk has no room for it.
+            StorageError: The file cannot be made, or the disk has no room for it.
         """
         self._path = path
         with translated("write", path):
@@ -115,7 +115,7 @@ class LargeFile:
             if nbytes >= _DIRECT_BYTES:
                 reserve(self._fd, nbytes)
                 with contextlib.suppress(OSError):
-                    # Not every file system has it.
+                    # Not every file system supports direct I/O.
                     direct = getattr(os, "O_DIRECT", 0)
                     self._direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | direct)
         except BaseException:
@@ -127,8 +127,8 @@ class LargeFile:
 
         Args:
             data: The bytes.
-            offset: Where they go.
-            scratch: Memory that begins with a page: whole sectors pass through it.
+            offset: Their offset in the file.
+            scratch: Page-aligned memory, through which whole sectors are copied.
 
         Raises:
             StorageError: The file system refused.
@@ -147,7 +147,7 @@ class LargeFile:
         self._write(data[head + done :], offset + head + done)
 
     def _write_sectors(self, data: Bytes, offset: int, scratch: Bytes) -> int:
-        """Write past the page cache; return how many bytes were written until that failed."""
+        """Write past the page cache; return the number of bytes written, fewer on a failure."""
         done = 0
         try:
             while done < len(data):
@@ -169,12 +169,12 @@ class LargeFile:
             left, offset = left[written:], offset + written
 
     def sync(self) -> None:
-        """Make it durable."""
+        """Make the file durable."""
         with translated("write", self._path):
             os.fsync(self._fd)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         for fd in (self._direct, self._fd):
             if fd >= 0:
                 os.close(fd)

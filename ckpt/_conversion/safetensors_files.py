@@ -1,4 +1,4 @@
-"""Safetensors, written: the header is known beforehand, so each piece goes to its place at once.
+"""Safetensors writer. The header is computed first, so each piece goes straight to its place.
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -32,7 +32,7 @@ from ckpt.storage._local.posix import fsync_directory
 INDEX = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
 _PYTORCH = {"format": "pt"}
-# Arrays begin at multiples of this.
+# Arrays begin at multiples of this number of bytes.
 _ALIGNMENT = 8
 _METADATA = "__metadata__"
 _ADVICE = {
@@ -42,12 +42,12 @@ _ADVICE = {
 
 
 class _TensorFile(Struct, frozen=True, eq=False):
-    """A file to be written.
+    """A planned file.
 
     Attributes:
         name: Its name; empty if it is the only one.
-        header: Everything before the first array.
-        places: The arrays, each with its first byte.
+        header: All bytes before the first array.
+        places: The arrays, each with the offset of its first byte.
         size: Bytes of the file.
     """
 
@@ -58,7 +58,7 @@ class _TensorFile(Struct, frozen=True, eq=False):
 
 
 def problem_of(spec: LeafSpec) -> str | None:
-    """Return why safetensors cannot hold an array, or None."""
+    """Return the reason why safetensors cannot hold an array, or None."""
     if spec.kind == "key":
         return "it is a PRNG key; save jax.random.key_data of it"
     if spec.dtype in DTYPE_NAMES:
@@ -70,7 +70,7 @@ def problem_of(spec: LeafSpec) -> str | None:
 
 
 def is_export(path: Path) -> bool:
-    """Tell whether a directory has an index and the files that it lists, and nothing else."""
+    """Return True if a directory has an index and the files in it, and nothing else."""
     try:
         listed = set(parse_index((path / INDEX).read_bytes()).values())
     except (OSError, CorruptCheckpointError):
@@ -89,12 +89,12 @@ async def write_safetensors(
 
     Args:
         tensors: The tensors.
-        options: How.
-        target: The file or directory, which does not exist.
-        at_once: How many pieces may be in memory.
+        options: Settings of the format.
+        target: The file or directory, which must not exist.
+        at_once: Number of pieces that may be in memory.
 
     Raises:
-        InvalidArgumentError: Two tensors get the same name, or one that is not a text.
+        InvalidArgumentError: Two tensors get the same name, or a name is not a text.
     """
     files = await run_in_thread(_planned, tensors, options)
     if options.file_bytes is None:
@@ -129,8 +129,8 @@ def _copy(
 
 
 def _planned(tensors: Sequence[ExportedArray], options: Safetensors) -> list[_TensorFile]:
-    named = _named(tensors, options.names)
-    # The largest elements first, so that no array needs padding in front of it.
+    named = _name_tensors(tensors, options.names)
+    # Largest elements first, so that no array needs padding in front of it.
     order = sorted(named, key=lambda name: (-_itemsize(named[name]), name))
     groups: list[list[str]] = [[]]
     filled = 0
@@ -156,7 +156,7 @@ def _name_of(number: int, total: int) -> str:
     return f"model-{number + 1:05d}-of-{total:05d}{_SUFFIX}"
 
 
-def _named(
+def _name_tensors(
     tensors: Sequence[ExportedArray], names: Callable[[str], str] | None
 ) -> dict[str, ExportedArray]:
     found: dict[str, ExportedArray] = {}
@@ -177,7 +177,7 @@ def _named(
 
 
 def _is_text(name: str) -> bool:
-    """Tell whether a text can be written as UTF-8."""
+    """Return True if a text can be encoded as UTF-8."""
     return name == name.encode(errors="replace").decode()
 
 

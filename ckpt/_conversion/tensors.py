@@ -1,4 +1,4 @@
-"""Tensors: the arrays of a checkpoint by name, for formats that hold nothing else."""
+"""Tensors: the arrays of a checkpoint by name, for formats that hold only arrays."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from collections.abc import Callable, Iterator, Mapping
 
 from msgspec import Struct
 
-from ckpt._conversion.stored_items import StoredItem
+from ckpt._conversion.checkpoint_items import CheckpointItem
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.regions import Region, chunk_grid, chunk_region
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_kinds import CALLABLE
 from ckpt._tree.leaf_names import escape_slashes, unescape_key
-from ckpt._tree.leaf_specs import LeafSpec, StoredLeaf
+from ckpt._tree.leaf_specs import CheckpointLeaf, LeafSpec
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import WHOLE_ITEM, InvalidArgumentError, UnsupportedLeafError
 
 logger = logging.getLogger("ckpt")
 
-# Read and written at once, unless the chunks of the checkpoint are larger.
+# Bytes that are read and written at once, unless the chunks of the checkpoint are larger.
 PIECE_BYTES = 8 << 20
 _SHOWN = 20
 
 
 class ExportedArray(Struct, frozen=True, eq=False):
-    """An array to be written.
+    """An array to export.
 
     Attributes:
         path: Its leaf path, as messages write it.
-        keys: The keys that the path consists of.
+        keys: The keys of the path.
         leaf: The array.
     """
 
     path: str
     keys: tuple[str, ...]
-    leaf: StoredLeaf
+    leaf: CheckpointLeaf
 
     @property
     def spec(self) -> LeafSpec:
-        """What it is."""
+        """Spec of the array."""
         return self.leaf.spec
 
 
 def tensors_of(
-    items: Mapping[str, StoredItem],
+    items: Mapping[str, CheckpointItem],
     unnamed: bool,
     at: str | None,
     problem: Callable[[LeafSpec], str | None],
@@ -54,10 +54,10 @@ def tensors_of(
     """Return the arrays of a checkpoint, or of one branch of it.
 
     Args:
-        items: Its items. The keys of several begin with the name of the item.
-        unnamed: Whether the item has no name.
+        items: Its items. If there are several, keys begin with the name of the item.
+        unnamed: True if the only item has no name.
         at: The branch; None for everything.
-        problem: Says why the format cannot hold a leaf.
+        problem: Returns the reason why the format cannot hold a leaf, or None.
 
     Raises:
         InvalidArgumentError: There is no such branch.
@@ -82,7 +82,7 @@ def tensors_of(
             rest = _below(full, at)
             if rest is None:
                 continue
-            if not isinstance(leaf, StoredLeaf):
+            if not isinstance(leaf, CheckpointLeaf):
                 problems.append(f"{full}: it is a Python {type(leaf).__name__}")
                 continue
             if leaf.spec.kind == CALLABLE:
@@ -114,7 +114,7 @@ def tensors_of(
 
 
 def _below(path: str, at: str | None) -> str | None:
-    """Return the rest of a path below a branch, or None if it is elsewhere."""
+    """Return the rest of a path below a branch, or None if the path is elsewhere."""
     if at is None:
         return path
     if path == at:
@@ -123,7 +123,7 @@ def _below(path: str, at: str | None) -> str | None:
 
 
 def pieces_of(spec: LeafSpec) -> Iterator[Region]:
-    """Yield the regions in which an array is read; together they are the array."""
+    """Yield the regions in which an array is read; together they cover the array."""
     if 0 in spec.shape:
         return
     chunk = spec.chunk or _rows(spec)
@@ -132,7 +132,7 @@ def pieces_of(spec: LeafSpec) -> Iterator[Region]:
 
 
 def _rows(spec: LeafSpec) -> tuple[int, ...]:
-    """Return the shape of a box of about `PIECE_BYTES` that is one run of bytes of the array."""
+    """Return the shape of a box of about `PIECE_BYTES` that is contiguous in the array."""
     left = max(PIECE_BYTES // DTYPES[spec.dtype or ""].itemsize, 1)
     box = list(spec.shape)
     for axis, length in enumerate(spec.shape):

@@ -1,4 +1,4 @@
-"""A checkpoint of this library, written from the items of another one."""
+"""A checkpoint of this library, written from the items of another checkpoint."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from ckpt._commit import Commit, CommitHooks
+from ckpt._conversion.checkpoint_items import CheckpointItem
 from ckpt._conversion.item_copy import ItemCopy
-from ckpt._conversion.stored_items import StoredItem
 from ckpt._conversion.written import Written
-from ckpt._engine.save.joint.multihost import SoloSave
-from ckpt._engine.save.pipeline import save_step
-from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
+from ckpt._engine.save.multihost.multihost_save import SoloSave
+from ckpt._engine.save.save_request import SaveRequest
 from ckpt._events import Observer
 from ckpt._format.manifest import Manifest
 from ckpt._format.metrics import json_metrics
-from ckpt._interop.foreign import with_own_names
+from ckpt._interop.foreign import writable_items
 from ckpt._plan.format_rules import Formats
 from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine
-from ckpt._steps.saves.one_shot import prepared
+from ckpt._steps.saves.one_shot import save_one_shot
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt.storage._base import Storage
 
 
 class CheckpointTarget(Struct, frozen=True):
-    """A checkpoint to be written; a `Target`.
+    """A checkpoint to write; a `Target`.
 
     Attributes:
         storage: The root.
-        step_dir: The name of the checkpoint there.
-        step: Its number, or None for a checkpoint by itself.
-        overwrite: Whether an existing one is replaced.
-        formats: How arrays are stored.
-        observers: Receive the events of the save.
-        keeps_times: Whether it stands for the step that it is made of, with its times and lineage.
+        step_dir: Name of the checkpoint in the root.
+        step: Its number, or None for a one-shot checkpoint.
+        overwrite: True to replace an existing checkpoint.
+        formats: Storage formats of arrays.
+        observers: Observers of the events of the save.
+        keeps_times: True to keep the times and the lineage of the source step, as a copy of it.
     """
 
     storage: Storage
@@ -48,12 +47,14 @@ class CheckpointTarget(Struct, frozen=True):
 
     @property
     def format(self) -> str:
-        """The name of the format."""
+        """Name of the format."""
         return "ckpt"
 
-    async def write(self, items: Mapping[str, StoredItem], old: Manifest, budget: int) -> Written:
-        """Write items, with the metrics and metadata that the old manifest has."""
-        items = with_own_names(items)
+    async def write(
+        self, items: Mapping[str, CheckpointItem], old: Manifest, budget: int
+    ) -> Written:
+        """Write items, with the metrics and metadata of the old manifest."""
+        items = {name: items[name] for name in writable_items(old)}
         handlers = {name: ItemCopy(item.entry.handler) for name, item in items.items()}
         engine = make_engine(Staging(budget, "copy"), handlers, self.observers, self.formats)
         request = SaveRequest(
@@ -63,17 +64,15 @@ class CheckpointTarget(Struct, frozen=True):
             old.unnamed,
             None if old.metrics is None else json_metrics(old.metrics),
             old.metadata,
-            self.overwrite,
+            "replace" if self.overwrite else "error",
             parent=old.parent if self.keeps_times else None,
             left_behind=old.left_behind if self.keeps_times else (),
             dropped=old.dropped if self.keeps_times else (),
             times_ns=(old.created_ns, old.committed_ns) if self.keeps_times else None,
         )
         processes = SoloSave(engine.arena.capacity)
-        whole = await prepared(self.storage, request, processes)
         hooks = CommitHooks(Commit(None, lambda: None))
-        call = SaveCall(whole.items, whole.unnamed, began=hooks.watch.began)
-        made = await save_step(engine, self.storage, whole, hooks, SaveCalls.of(call), processes)
+        made = await save_one_shot(engine, self.storage, request, processes, hooks)
         tables = [item.leaves for item in made.items.values()]
         kinds = [table.forms[number].kind for table in tables for number in table.form]
         return Written(

@@ -1,4 +1,4 @@
-"""What a conversion has written, and what writes it."""
+"""The result of a conversion, and the protocol of its targets."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from ckpt._conversion.stored_items import StoredItem
+from ckpt._conversion.checkpoint_items import CheckpointItem
 from ckpt._format.manifest import Manifest
 
 
 class Written(Struct, frozen=True):
-    """What was written.
+    """The result of a conversion.
 
     Attributes:
-        path: Where it is.
-        arrays: How many arrays it has.
-        nbytes: Their bytes.
+        path: Path of the result.
+        arrays: Number of its arrays.
+        nbytes: Bytes of the arrays.
     """
 
     path: str
@@ -26,17 +26,19 @@ class Written(Struct, frozen=True):
 
 
 class Target(Protocol):
-    """Where a checkpoint is written, and as what."""
+    """A place and a format that a checkpoint is written to."""
 
     @property
     def format(self) -> str:
-        """The name of the format."""
+        """Name of the format."""
 
-    async def write(self, items: Mapping[str, StoredItem], old: Manifest, budget: int) -> Written:
+    async def write(
+        self, items: Mapping[str, CheckpointItem], old: Manifest, budget: int
+    ) -> Written:
         """Write items; durable on return.
 
         Args:
             items: The items by name.
-            old: The manifest that they come from.
-            budget: Most bytes of memory to use.
+            old: Manifest of their checkpoint.
+            budget: Limit of the memory to use, in bytes.
         """

@@ -1,4 +1,4 @@
-"""Zarr v3, written: a directory of groups and arrays, which other programs of zarr open.
+"""Zarr v3 writer: a directory of groups and arrays that other zarr programs can open.
 
 Source: https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html
 """
@@ -28,13 +28,13 @@ from ckpt.storage._local.posix import fsync_directory
 
 _DOCUMENT = "zarr.json"
 _CHUNK_BYTES = 16 << 20
-# In the attributes of what was exported, so that nothing else is ever replaced.
+# Mark in the attributes of an export, so that only exports are ever replaced.
 _MARK = "written_by_ckpt"
 _CHUNK = re.compile(r"(^|/)c(/[0-9]+)*\Z")
 
 
 def problem_of(spec: LeafSpec) -> str | None:
-    """Return why zarr cannot hold an array, or None."""
+    """Return the reason why zarr cannot hold an array, or None."""
     if spec.kind == "key":
         return "it is a PRNG key; save jax.random.key_data of it"
     if stored_dtype(spec.dtype or "") != spec.dtype:
@@ -43,7 +43,7 @@ def problem_of(spec: LeafSpec) -> str | None:
 
 
 def is_export(path: Path) -> bool:
-    """Tell whether a directory was exported by this library, and nothing was put into it."""
+    """Return True if this library exported a directory and no other files were added to it."""
     try:
         top = json.loads((path / _DOCUMENT).read_bytes())
         marked = top["attributes"][_MARK] is True
@@ -74,14 +74,14 @@ async def write_zarr(tensors: Sequence[ExportedArray], target: Path, at_once: in
 
 
 def _is_name(key: str) -> bool:
-    """Tell whether a key can be the name of a group or an array of zarr, and of a directory."""
+    """Return True if a key can be the name of a zarr group or array, and of a directory."""
     return not (
         set(key) <= {"."} or key.startswith("__") or key == _DOCUMENT or {"/", "\0"} & set(key)
     )
 
 
 def _make_groups(tensors: Sequence[ExportedArray], target: Path) -> list[Path]:
-    # Documents are too small to need it.
+    # Documents are too small to need scratch memory.
     scratch = np.empty(0, np.uint8)
     groups = {tensor.keys[:end] for tensor in tensors for end in range(len(tensor.keys))}
     for keys in sorted(groups, key=len):
@@ -96,7 +96,7 @@ def _make_groups(tensors: Sequence[ExportedArray], target: Path) -> list[Path]:
         path.mkdir(exist_ok=True)
         document = zarr_metadata_bytes(spec.shape, _chunk_of(spec), spec.dtype or "")
         if not tensor.keys:
-            # The export is this array.
+            # The whole export is this array.
             document = json.dumps(json.loads(document) | {"attributes": {_MARK: True}}).encode()
         _write_file(path / _DOCUMENT, np.frombuffer(document, np.uint8), scratch)
         found.append(path)
@@ -128,7 +128,7 @@ def _write_chunk(
 ) -> None:
     data: np.ndarray[Any, Any] = tensor.leaf.read(chunk_region(place, chunk, tensor.spec.shape))
     if data.shape != chunk:
-        # Chunks at the edge are as large as all others.
+        # Chunks at the edge have the full size, too.
         padded = np.zeros(chunk, data.dtype)
         padded[tuple(slice(n) for n in data.shape)] = data
         data = padded

@@ -1,1 +1,1 @@
-"""Everything that moves bytes: host memory, and the flows save, restore and verify."""
+"""The engine moves all bytes: host memory, and the flows save, restore and verify."""

@@ -1,10 +1,11 @@
 """The zarr codecs: chunks are encoded and decoded in memory, by numcodecs.
 
-That is zarr's own library of codecs. It decodes into memory that it is given, and leaves the
-interpreter's lock alone meanwhile. (TensorStore encodes and decodes only on the way to a store, and
-copies a chunk three times for that.)
+numcodecs is zarr's own library of codecs. It decodes into memory that the caller gives, and
+releases the interpreter lock meanwhile. (TensorStore encodes and decodes only on the way to a
+store, and copies a chunk three times for that.)
 
-Everything here runs in worker threads. Encoding holds two more copies of a chunk, decoding none.
+All functions run in worker threads. Encoding needs memory for two more copies of a chunk, decoding
+for none.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from ckpt.errors import CheckpointError, CorruptCheckpointError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-# numcodecs says in this way what is shuffled.
+# Numbers by which numcodecs names the unit of the shuffle.
 _SHUFFLES = {"noshuffle": 0, "shuffle": 1, "bitshuffle": 2}
-# The beginning of a Zstandard frame: its magic number, and which fields come next.
+# Beginning of a Zstandard frame: its magic number, and the flags of the fields that follow.
 _ZSTD_HEADER = struct.Struct("<IB")
 _ZSTD_MAGIC = 0xFD2FB528
-# What numcodecs says of memory that is too small for a frame, or larger than its content.
+# Messages of numcodecs for memory that is too small for a frame, or larger than its content.
 _LITTLE_ROOM, _MUCH_ROOM = "too small", "expected to decompress"
 # The decoded and the encoded size, in the header of 16 bytes of a blosc buffer.
 _BLOSC_SIZES = struct.Struct("<4xI4xI")
@@ -60,10 +61,10 @@ def decode_chunk(leaf: LeafEntry, encoded: Bytes, target: Bytes) -> None:
     if leaf.codec == "gzip":
         _inflate(leaf, encoded, target)
         return
-    # The decoders believe a header, and leave what is beyond its size as it was.
+    # The decoders trust the size in a header, and leave the rest of the target unwritten.
     is_zstd = leaf.codec == "zstd"
     found = _zstd_size(encoded) if is_zstd else _blosc_size(encoded)
-    # TensorStore stated no size for years. The decoder refuses such a frame if it has another one.
+    # For years, TensorStore stated no size. The decoder refuses such a frame if its size differs.
     is_unsized = is_zstd and _is_unsized_frame(encoded)
     if found != target.nbytes and not is_unsized:
         why = "their header is damaged" if found is None else f"their header says {found} bytes"
@@ -77,10 +78,10 @@ def decode_chunk(leaf: LeafEntry, encoded: Bytes, target: Bytes) -> None:
 def decode_zstd(encoded: bytes, most: int) -> bytes:
     """Return the content of a Zstandard frame, which may be followed by zeros.
 
-    The frame need not state its size, and the decoder does not tell it.
+    The frame need not state its size, and the decoder does not return it.
 
     Raises:
-        CorruptCheckpointError: It is damaged, or has more than `most` bytes.
+        CorruptCheckpointError: The frame is damaged, or its content has more than `most` bytes.
     """
     room = min(max(16 * len(encoded), 1 << 16), most)
     while True:
@@ -88,7 +89,7 @@ def decode_zstd(encoded: bytes, most: int) -> bytes:
         try:
             _codec("zstd").decompress(encoded, target)
         except (RuntimeError, ValueError) as error:
-            # The content of a frame without a size is there, even if there was more room for it.
+            # For a frame without a size, the content is complete even if the target has more room.
             if _MUCH_ROOM in str(error):
                 return target.tobytes()
             if _LITTLE_ROOM not in str(error) or room == most:
@@ -101,8 +102,8 @@ def decode_zstd(encoded: bytes, most: int) -> bytes:
 
 
 def _inflate(leaf: LeafEntry, encoded: Bytes, target: Bytes) -> None:
-    """Decode gzip or zlib, which Orbax wrote once."""
-    # 47: with either header.
+    """Decode gzip or zlib, which early versions of Orbax wrote."""
+    # 47 accepts either header.
     decoder = zlib.decompressobj(47)
     try:
         decoded = decoder.decompress(encoded.data, target.nbytes + 1)
@@ -114,22 +115,22 @@ def _inflate(leaf: LeafEntry, encoded: Bytes, target: Bytes) -> None:
 
 
 def _zstd_size(encoded: Bytes) -> int | None:
-    """Return the decoded size that a Zstandard frame states, if it does (RFC 8878, 3.1.1.1)."""
+    """Return the decoded size that a Zstandard frame states, or None (RFC 8878, 3.1.1.1)."""
     if len(encoded) < _ZSTD_HEADER.size:
         return None
     magic, flags = _ZSTD_HEADER.unpack_from(encoded.data)
     is_single, length = bool(flags & 0x20), 1 << (flags >> 6)
     if magic != _ZSTD_MAGIC or (length == 1 and not is_single):
         return None
-    # Before it come a window, unless there is a single segment, and the number of a dictionary.
+    # The size comes after a window, unless there is a single segment, and a dictionary number.
     start = _ZSTD_HEADER.size + (not is_single) + (0, 1, 2, 4)[flags & 3]
     field = encoded[start : start + length].tobytes()
-    # Two bytes count from where one byte ends.
+    # A size of two bytes is stored minus 256, the sizes that one byte can hold.
     return int.from_bytes(field, "little") + (256 if length == 2 else 0)
 
 
 def _is_unsized_frame(encoded: Bytes) -> bool:
-    """Tell whether this is a Zstandard frame that does not state its decoded size."""
+    """Return True for a Zstandard frame that does not state its decoded size."""
     if len(encoded) < _ZSTD_HEADER.size:
         return False
     magic, flags = _ZSTD_HEADER.unpack_from(encoded.data)
@@ -137,7 +138,7 @@ def _is_unsized_frame(encoded: Bytes) -> bool:
 
 
 def _blosc_size(encoded: Bytes) -> int | None:
-    """Return the decoded size that a blosc buffer states, if the buffer is whole."""
+    """Return the decoded size that a blosc buffer states; None if the buffer is not whole."""
     if len(encoded) < _BLOSC_SIZES.size:
         return None
     decoded, length = _BLOSC_SIZES.unpack_from(encoded.data)

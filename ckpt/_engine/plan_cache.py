@@ -1,7 +1,7 @@
-"""Plans of items: what every save of a tree of the same structure needs, worked out once.
+"""Plans of items: the data that every save of a tree of the same structure needs, made once.
 
 The plan, the index of the item's database and the Orbax view depend on names, nodes and specs, not
-on values. The second save of the same tree compares those and does nothing else for each leaf.
+on values. The second save of the same tree compares those and does no other work for each leaf.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.format_rules import FormatRules, Formatted, format_leaves
 from ckpt._plan.item_reports import (
+    ChunkTable,
     ItemReport,
     PlannedTree,
-    StoredChunks,
     fill_entry,
     key_values,
     merge_reports,
@@ -33,38 +33,38 @@ from ckpt._plan.multihost.tree_fingerprint import TreeFingerprint, tree_fingerpr
 from ckpt._plan.orbax_view import item_view
 from ckpt._plan.ownership import ProcessGroup
 from ckpt._plan.save_plan import SavePlan, plan_rest, plan_save
-from ckpt._plan.unchanged.kept_chunks import joined
+from ckpt._plan.unchanged.base_chunks import join_reports
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.flatten import Structure
-from ckpt._tree.leaf_kinds import ARRAY_KINDS
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, MOST_SHOWN
 from ckpt._tree.leaf_specs import SHAREABLE, Classifier, LeafSpec
 from ckpt.errors import CheckpointError
 
-# How many problems of one tree one error names.
+# Most problems of one tree that one error names.
 _MOST_PROBLEMS = 20
 
 
-# Files by path relative to their item, with their entries.
+# Files by path relative to their item: bytes and entries.
 Files = dict[str, tuple[bytes, FileEntry]]
-# Sets of chunks, by number of the leaf, and of the chunk in it.
-Apart = Sequence[Set[tuple[int, int]]]
+# Sets of chunks, each as a leaf number and the chunk's number in the leaf.
+SeparateChunks = Sequence[Set[tuple[int, int]]]
 
 
 class ItemPlan(Struct, frozen=True):
-    """Everything about an item that does not depend on its values.
+    """The parts of an item that do not depend on its values.
 
     Attributes:
-        save: Where its bytes go.
-        others: What other readers need, and this library does not; None if this process does not
-            write it.
-        formatted: What the formats came to, if there are any.
+        save: The places of its bytes.
+        compat_files: Files for other readers, which this library does not need; None if this
+            process does not write them.
+        formatted: The effect of the format rules, if there are any.
         keys: Numbers of the leaves that are PRNG keys.
-        fingerprint: What the processes that save together compare; None for one alone.
+        fingerprint: Fingerprint that the processes of one save compare; None for a single process.
         kept: Chunks that are in files of the step before, and are not written.
     """
 
     save: SavePlan
-    others: ForOthers | None = None
+    compat_files: CompatFiles | None = None
     formatted: Formatted | None = None
     keys: tuple[int, ...] = ()
     fingerprint: TreeFingerprint | None = None
@@ -75,20 +75,20 @@ class ItemPlan(Struct, frozen=True):
         return [new_data_file() for _ in self.save.batches]
 
 
-class ForOthers:
-    """What other readers need of an item: made at the first save of a structure, and kept.
+class CompatFiles:
+    """The files that other readers need of an item: made at the first save of a structure.
 
-    They take several times as long as the plan itself. So they are made when they are written, and
-    not while the caller of the first save waits.
+    Making them takes several times as long as the plan itself. So they are made when they are
+    written, and not while the caller of the first save waits.
     """
 
     def __init__(self, plan: SavePlan, structure: Structure) -> None:
-        """Make the parts of the tree `structure`, which is saved as `plan` says."""
+        """Prepare the files of the tree `structure`, which is saved as `plan` says."""
         self._plan = plan
         self._kept: ItemReport | None = None
-        # Has the same view.
-        self._whole: ForOthers | None = None
-        # It outlives the save, and must not keep the caller's arrays alive.
+        # The files of the whole item, which have the same view.
+        self._whole: CompatFiles | None = None
+        # This object outlives the save, and must not keep the caller's arrays alive.
         values = [
             None if leaf.spec.kind in ARRAY_KINDS else value
             for leaf, value in zip(plan.leaves, structure.leaves, strict=True)
@@ -97,8 +97,8 @@ class ForOthers:
         self._index: DatabaseIndex | None = None
         self._view: Files | None = None
 
-    def of_rest(self, plan: SavePlan, kept: ItemReport | None) -> ForOthers:
-        """Return the parts for a save that writes only what `plan` says, beside kept chunks."""
+    def of_rest(self, plan: SavePlan, kept: ItemReport | None) -> CompatFiles:
+        """Return the files of a save that writes only the chunks of `plan`; others are kept."""
         found = copy.copy(self)
         found._plan, found._kept, found._whole, found._index = plan, kept, self, None
         return found
@@ -106,29 +106,29 @@ class ForOthers:
     def index(self) -> DatabaseIndex | None:
         """Return the index of the database.
 
-        None if the item stores no array, or if the index depends on what is encoded, or on what
-        other writers write.
+        None if the item stores no array, or if the index depends on the sizes of encoded chunks or
+        on the chunks of other writers.
         """
         plan = self._plan
         stores_arrays = any(leaf.metadata is not None for leaf in plan.leaves)
         if plan.group is not None or plan.is_encoded or not stores_arrays:
             return None
         if self._index is None:
-            # The real names are put in when it is encoded, in this order.
+            # Numbers stand for the real names, which are put in, in this order, when it is encoded.
             names = [str(number) for number in range(len(plan.batches))]
             report = report_chunks(plan.batches, names)
             if self._kept is not None:
-                report = joined([self._kept, report])
+                report = join_reports([self._kept, report])
             self._index = index_over(plan.leaves, report)
         return self._index
 
     def view(self) -> Files:
-        """Return the files for Orbax; of several processes only the primary writes them."""
+        """Return the files for Orbax; in a group of processes only the primary writes them."""
         if self._whole is not None:
             return self._whole.view()
         if self._view is None:
-            # It depends on nothing that changes: the places of the chunks are left out.
-            blank = StoredChunks.blank(len(self._plan.leaves))
+            # The places of the chunks are left out, so the view depends on nothing that changes.
+            blank = ChunkTable.blank(len(self._plan.leaves))
             item = fill_entry(ItemEntry(handler=""), self._tree, blank)
             self._view = {
                 path: (data, FileEntry(size=len(data), digest=digest(data)))
@@ -138,12 +138,12 @@ class ForOthers:
 
 
 def index_over(leaves: Sequence[LeafPlan], report: ItemReport) -> DatabaseIndex:
-    """Return the index of a database whose chunks are all where one report says."""
+    """Return the index of a database whose chunks are all listed in one report."""
     return DatabaseIndex(key_values(leaves, merge_reports(leaves, [report])))
 
 
 class _PlanKey(Struct, frozen=True):
-    """What a plan depends on besides the tree."""
+    """The inputs of a plan besides the tree."""
 
     rules: FormatRules | None
     budget: int
@@ -163,24 +163,24 @@ class _CachedPlan(Struct):
 class _CachedRest(Struct):
     whole: ItemPlan
     kept: ItemReport | None
-    apart: Apart
+    separate: SeparateChunks
     plan: ItemPlan
 
 
 class PlanCache(Struct):
     """The last plan of every item. Used by one save at a time.
 
-    Formats are looked up when a plan is made, so a function is asked once for a structure.
+    Formats are looked up when a plan is made, so a format function is called once for a structure.
     """
 
     rules: FormatRules | None = None
     classifier: Classifier = field(default_factory=Classifier)
-    # For leaves that several processes save.
+    # Classifier of leaves that several processes save.
     spanning: Classifier = field(default_factory=lambda: Classifier(spanning=True))
     known: dict[str, _CachedPlan] = field(default_factory=dict)
     rests: dict[str, _CachedRest] = field(default_factory=dict)
-    # Items that Orbax cannot see, with the two leaves: each was named in a warning.
-    hidden: set[tuple[str, str, str]] = field(default_factory=set)
+    # Pairs of an item that Orbax cannot read and the reason; each was named in a warning.
+    hidden: set[tuple[str, str]] = field(default_factory=set)
 
     def plan(
         self,
@@ -199,15 +199,16 @@ class PlanCache(Struct):
             item: Name of the item.
             structure: The tree.
             budget: The staging budget in bytes; the same on all processes.
-            formatted: Whether the rules apply.
-            whole: Whether it is the whole item; a part has no index and no view of its own, and is
-                not kept.
-            group: The processes that save together; None for one alone.
-            largest_file_bytes: Most bytes of a data file, or None.
-            usual_file_bytes: About the best size of a data file, or None.
+            formatted: True if the format rules apply.
+            whole: True for the whole item; a part has no index and no view of its own, and is not
+                cached.
+            group: The processes that save together; None for a single process.
+            largest_file_bytes: Largest size of a data file in bytes, or None.
+            usual_file_bytes: Approximate best size of a data file in bytes, or None.
 
         Raises:
-            UnsupportedLeafError: Leaves that cannot be stored; names the first, notes the others.
+            UnsupportedLeafError: Leaves cannot be stored; the error names the first, its notes the
+                others.
             InvalidArgumentError: The tree cannot be planned; see `plan_save`.
         """
         is_alone = group is None or group.count == 1
@@ -234,20 +235,22 @@ class PlanCache(Struct):
         self.known[item] = _CachedPlan(structure.names, structure.nodes, specs, key, plan)
         return plan
 
-    def rest(self, item: str, whole: ItemPlan, kept: ItemReport | None, apart: Apart) -> ItemPlan:
-        """Return the plan of a save that takes some chunks over, made anew only if they differ.
+    def rest(
+        self, item: str, whole: ItemPlan, kept: ItemReport | None, separate: SeparateChunks
+    ) -> ItemPlan:
+        """Return the plan of a save that reuses some chunks, made anew only if the chunks differ.
 
         Args:
             item: Name of the item.
             whole: The plan for all chunks.
-            kept: Those that are taken over.
-            apart: Sets of others that have batches of their own; see `plan_rest`.
+            kept: The chunks that are reused.
+            separate: Sets of other chunks that get batches of their own; see `plan_rest`.
         """
         known = self.rests.get(item)
         if (
             known is not None
             and known.whole is whole
-            and known.apart == apart
+            and known.separate == separate
             and _are_alike(known.kept, kept)
         ):
             return known.plan
@@ -255,10 +258,12 @@ class PlanCache(Struct):
         if kept is not None:
             rows = kept.rows
             done.update(zip(rows["leaf"].tolist(), rows["number"].tolist(), strict=True))
-        save = plan_rest(whole.save, done, apart)
-        others = None if whole.others is None else whole.others.of_rest(save, kept)
-        plan = replace(whole, save=save, others=others, kept=kept)
-        self.rests[item] = _CachedRest(whole, kept, apart, plan)
+        save = plan_rest(whole.save, done, separate)
+        compat_files = (
+            None if whole.compat_files is None else whole.compat_files.of_rest(save, kept)
+        )
+        plan = replace(whole, save=save, compat_files=compat_files, kept=kept)
+        self.rests[item] = _CachedRest(whole, kept, separate, plan)
         return plan
 
 
@@ -269,7 +274,7 @@ def _are_alike(one: ItemReport | None, other: ItemReport | None) -> bool:
 
 
 def new_data_file() -> str:
-    """Return a fresh name for a data file, relative to its item."""
+    """Return a new random name for a data file, relative to its item."""
     return f"d/{uuid.uuid4().hex}"
 
 
@@ -284,7 +289,7 @@ def _classify(classifier: Classifier, structure: Structure) -> list[LeafSpec]:
             problems.append(error)
             continue
         number = len(specs)
-        # The leaves are kept by the structure, so an identity is not given twice.
+        # The structure keeps the leaves alive, so no identity occurs twice.
         if first.setdefault(id(leaf), number) != number and spec.kind in SHAREABLE:
             spec = replace(spec, same_as=first[id(leaf)])
         specs.append(spec)
@@ -292,6 +297,8 @@ def _classify(classifier: Classifier, structure: Structure) -> list[LeafSpec]:
         for other in problems[1:_MOST_PROBLEMS]:
             problems[0].add_note(f"also: {other}")
         raise problems[0]
+    if sum(spec.kind not in ARRAY_KINDS for spec in specs) > MOST_SHOWN:
+        return [spec if spec.kind in ARRAY_KINDS else LeafSpec(spec.kind) for spec in specs]
     return specs
 
 
@@ -302,7 +309,7 @@ def _plan(structure: Structure, specs: Sequence[LeafSpec], key: _PlanKey) -> Ite
         plan = replace(plan, fingerprint=tree_fingerprint(save, structure.nodes))
         if group.index and group.mode == "shared":
             return plan
-    return replace(plan, others=ForOthers(save, structure))
+    return replace(plan, compat_files=CompatFiles(save, structure))
 
 
 def _plan_part(structure: Structure, specs: Sequence[LeafSpec], key: _PlanKey) -> ItemPlan:

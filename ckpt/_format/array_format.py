@@ -37,7 +37,6 @@ class Zstd:
     level: int = 1
 
     def __post_init__(self) -> None:
-        """Check the level."""
         level = whole_number("level", self.level, of="Zstd", most=22)
         object.__setattr__(self, "level", level)
 
@@ -58,7 +57,7 @@ class Blosc:
     Attributes:
         cname: The compressor.
         clevel: 0 (none) to 9 (small).
-        shuffle: What is shuffled: bytes (`shuffle`), bits (`bitshuffle`) or nothing.
+        shuffle: Unit of the shuffle: bytes (`shuffle`), bits (`bitshuffle`) or nothing.
 
     Example:
         ```python
@@ -72,7 +71,6 @@ class Blosc:
     shuffle: BloscShuffle = "shuffle"
 
     def __post_init__(self) -> None:
-        """Check what was given."""
         one_of("cname", self.cname, get_args(BloscName), of="Blosc")
         one_of("shuffle", self.shuffle, get_args(BloscShuffle), of="Blosc")
         clevel = whole_number("clevel", self.clevel, of="Blosc", least=0, most=9)
@@ -133,7 +131,6 @@ class ArrayFormat:
     compression: Compression | Literal["zstd", "blosc"] | None = None
 
     def __post_init__(self) -> None:
-        """Check the attributes, and normalise them."""
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         if self.chunk_bytes is not None:
@@ -155,7 +152,7 @@ class ArrayFormat:
 
     @property
     def is_default(self) -> bool:
-        """Whether it changes nothing."""
+        """True if it changes nothing."""
         chosen = (self.dtype, self.chunk_bytes, self.split_axes, self.compression)
         return chosen == (None, None, None, None)
 
@@ -208,10 +205,10 @@ def _axes(axes: Any) -> tuple[int, ...]:
 def compression_of(name: str) -> Compression:
     """Return the compression of a codec in a manifest, with the settings of a new one.
 
-    What was encoded with others can be decoded with these.
+    Chunks that were encoded with other settings can be decoded with these.
 
     Raises:
-        InvalidArgumentError: This library does not write it.
+        InvalidArgumentError: This library does not write the codec.
     """
     return _compression(name)
 

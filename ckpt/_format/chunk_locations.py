@@ -18,13 +18,13 @@ Shape = tuple[int, ...]
 
 
 class ChunkLocation(Struct, frozen=True):
-    """Where one chunk is.
+    """The location of one chunk.
 
     Attributes:
         file: Number of its data file.
-        start: Its first byte there.
-        end: The byte after its last one.
-        leaf: Number of its leaf; if several share the chunk, of the first.
+        start: Offset of its first byte in the file.
+        end: Offset of the byte after its last one.
+        leaf: Number of its leaf, or of the first of several leaves that share the chunk.
         number: Number of the chunk in C order of the leaf's chunk grid.
     """
 
@@ -39,7 +39,7 @@ class ChunkSlice(Struct, frozen=True):
     """Bytes of a chunk, as a small array with a corner that belongs to the stored array.
 
     Attributes:
-        offset: The first byte, counted from the beginning of the chunk.
+        offset: Offset of the first byte in the chunk.
         shape: Shape of the small array.
         inside: Shape of the corner; the rest is padding.
     """
@@ -53,10 +53,9 @@ class FileSegment(Struct, frozen=True):
     """Bytes of a data file: a part of a chunk, or a gap between chunks.
 
     Attributes:
-        start: The first byte.
-        nbytes: How many.
+        start: Offset of the first byte in the file.
         place: The chunk; None in a gap.
-        part: The part of it; None in a gap.
+        part: The part of the chunk; None in a gap.
     """
 
     start: int
@@ -87,7 +86,7 @@ def _places_of(number: int, leaf: LeafEntry) -> Iterator[ChunkLocation]:
     whole = math.prod(leaf.chunks) * itemsize
     for chunk, start in enumerate(leaf.offsets):
         if not leaf.digests[chunk]:
-            # It is on the disk of another process.
+            # The chunk is on the disk of another process.
             continue
         length = leaf.lengths[chunk] if leaf.codec is not None else whole
         if leaf.codec is None and len(leaf.offsets) > 1:
@@ -97,7 +96,7 @@ def _places_of(number: int, leaf: LeafEntry) -> Iterator[ChunkLocation]:
 
 
 def _padding_after(leaf: LeafEntry, number: int) -> int:
-    """Return how many elements of a chunk follow the last one that is in the array.
+    """Return the number of elements of a chunk after the last one that is in the array.
 
     Other libraries do not store them.
     """
@@ -112,15 +111,12 @@ def _padding_after(leaf: LeafEntry, number: int) -> int:
 def misplaced_leaves(
     name: str, item: ItemEntry, files: Mapping[str, FileEntry | SourceFile]
 ) -> dict[int, str]:
-    """Return what is wrong with the chunk locations of leaves, by number of the leaf.
+    """Return the faults in the chunk locations of leaves, by number of the leaf.
 
     Chunks must be within files that the manifest lists, and must not overlap. A reader of the
     chunks of all other leaves thus reads no byte twice, whatever the manifest says.
 
-    Args:
-        name: Name of the item.
-        item: The item, whose leaves have passed `check_leaves`.
-        files: The files that the manifest lists.
+    The leaves of `item` must have passed `check_leaves`; `files` are those that the manifest lists.
     """
     wrong: dict[int, str] = {}
     last: ChunkLocation | None = None
@@ -210,10 +206,10 @@ def parts_inside(
         itemsize: Bytes of an element.
         limit: Most bytes of one part; at least `itemsize`.
     """
-    yield from _parts(tuple(shape), tuple(inside), itemsize, limit, 0)
+    yield from _split_chunk(tuple(shape), tuple(inside), itemsize, limit, 0)
 
 
-def _parts(
+def _split_chunk(
     shape: Shape, inside: Shape, itemsize: int, limit: int, offset: int
 ) -> Iterator[ChunkSlice]:
     nbytes = math.prod(shape) * itemsize
@@ -223,7 +219,7 @@ def _parts(
     row = nbytes // shape[0]
     if row > limit:
         for index in range(inside[0]):
-            yield from _parts(shape[1:], inside[1:], itemsize, limit, offset + index * row)
+            yield from _split_chunk(shape[1:], inside[1:], itemsize, limit, offset + index * row)
         return
     step = limit // row
     for start in range(0, inside[0], step):

@@ -19,7 +19,6 @@ class Digester(Protocol):
 
 
 def new_digest() -> Digester:
-    """Return a digest without any bytes yet."""
     digester: Digester = xxhash.xxh3_128()
     return digester
 

@@ -1,8 +1,8 @@
-"""What a step says of the past: where its run has begun, and which items it had once."""
+"""The past of a step: the checkpoint that its run began from, and the items that it has lost."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Literal, Protocol
@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Protocol
 from msgspec import Meta, Struct
 
 Step = Annotated[int, Meta(ge=0)]
-# Says of a root that a run went back in it, so that numbers alone do not tell what is newer.
+# Note in a root that a run went back there: step numbers alone do not tell which step is newer.
 WENT_BACK_NOTE = ".ckpt-run/went-back"
 _Text = Annotated[str, Meta(pattern=r"^[^\x00-\x1f]{1,200}\Z")]
 # Bounded as in the head of the manifest.
@@ -22,9 +22,10 @@ class Parent:
     """The checkpoint that a run has begun from; a dataclass, as a part of the public `StepInfo`.
 
     Attributes:
-        path: Where it was.
-        step: Its step, or None for a checkpoint by itself.
-        attempt: The attempt that wrote it, which tells it from another one at that path.
+        path: Path of the checkpoint.
+        step: Its step, or None for a one-shot checkpoint.
+        attempt: Id of the attempt that wrote it, which tells it from another checkpoint at that
+            path.
 
     Example:
         ```python
@@ -40,13 +41,13 @@ class Parent:
 
 
 class ReplacedSave(Struct, frozen=True, omit_defaults=True):
-    """A save of the same step that is to make way wherever the step is copied to.
+    """A save of the same step that gives way to this one wherever the step is copied to.
 
     Attributes:
-        created_ns: When it began, in Unix nanoseconds.
-        committed_ns: When it was committed; all copies of it have both.
-        state: `damaged`, `unhealthy` or `abandoned`, for what is moved aside; empty for what is
-            replaced.
+        created_ns: Time at which it began, in Unix nanoseconds.
+        committed_ns: Time of its commit, in Unix nanoseconds; all copies of it have both times.
+        state: `damaged`, `unhealthy` or `abandoned` for a save that is moved aside; empty for a
+            save that is replaced.
     """
 
     created_ns: _Number
@@ -59,8 +60,8 @@ class DroppedItem:
     """An item that was taken out of a committed step, whose other items stay.
 
     Attributes:
-        item: Its name.
-        dropped_ns: When that was, in Unix nanoseconds.
+        item: Name of the item.
+        dropped_ns: Time at which it was taken out, in Unix nanoseconds.
         policy: The policy that did not keep it, as text; None if it was deleted by hand.
         nbytes: Bytes of its files.
 
@@ -78,7 +79,7 @@ class DroppedItem:
 
     @property
     def dropped(self) -> datetime:
-        """When it was dropped (UTC)."""
+        """Time at which it was taken out (UTC)."""
         return datetime.fromtimestamp(self.dropped_ns / 1e9, UTC)
 
     def __str__(self) -> str:
@@ -89,7 +90,7 @@ class DroppedItem:
 
 
 class _KnownSave(Protocol):
-    """What a manifest, or a list of steps, says of one save."""
+    """One save, as a manifest or a list of steps describes it."""
 
     @property
     def attempt(self) -> str: ...
@@ -101,8 +102,8 @@ class _KnownSave(Protocol):
     def dropped(self) -> Sequence[DroppedItem]: ...
 
 
-def is_rest_of(found: _KnownSave, known: _KnownSave) -> bool:
-    """Tell whether what is there is the save that was known, with all its items or without some.
+def is_same_save(found: _KnownSave, known: _KnownSave) -> bool:
+    """Return True if `found` is the save `known`, with all of its items or without some.
 
     A step that loses an item is published anew, as another attempt with the old times.
     """
@@ -115,11 +116,35 @@ def is_rest_of(found: _KnownSave, known: _KnownSave) -> bool:
     )
 
 
+class _ListedSave(Protocol):
+    @property
+    def step(self) -> int: ...
+    @property
+    def created_ns(self) -> int: ...
+    @property
+    def left_behind(self) -> Sequence[int]: ...
+
+
+def left_behind(saves: Iterable[_ListedSave]) -> set[int]:
+    """Return the start times of the saves that a run went back behind: a branch that was given up.
+
+    Each save names the saves of greater steps that were there and that its run had not gone on
+    from. A step that no smaller existing step names counts by its number, as do all steps if
+    nothing is known. So the smallest step is never in the result.
+    """
+    found, named = set(), set[int]()
+    for each in sorted(saves, key=lambda save: save.step):
+        if each.created_ns in named:
+            found.add(each.created_ns)
+        named.update(each.left_behind)
+    return found
+
+
 def check_dropped(dropped: Sequence[DroppedItem], items: Collection[str]) -> None:
-    """Check that items are not both there and dropped, and that none is dropped twice.
+    """Check that no item is both there and dropped, and that none is dropped twice.
 
     Raises:
-        ValueError: One is.
+        ValueError: An item is.
     """
     names = [each.item for each in dropped]
     twice = next((name for name in names if name in items or names.count(name) > 1), None)

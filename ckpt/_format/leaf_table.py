@@ -1,9 +1,9 @@
-"""The leaves of an item in columns: what thousands of leaves share once, the rest packed.
+"""The leaves of an item in columns: shared forms are stored once, and the rest is packed.
 
 A leaf has a *form* (kind, dtype, shape, chunks, place), which thousands share, and chunks, each
-with a digest and a place in a data file. The table keeps forms in a list and what differs in
-arrays, so that reading and writing it takes no Python object for each leaf. `LeafEntry` is one leaf
-of it, made when it is asked for.
+with a digest and a place in a data file. The table keeps forms in a list and the rest in arrays, so
+that reading and writing it takes no Python object for each leaf. A `LeafEntry` is one leaf of it,
+made on demand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from ckpt._vitals.signs import SIGNS, UNKNOWN, VitalSigns, no_signs, record_of, signs_of
+from ckpt._vitals.signs import SIGNS, UNKNOWN, LeafSigns, no_signs, record_of, signs_of
 
 Value = str | bool | None
 Length = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -26,10 +26,10 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 Records = np.ndarray[Any, np.dtype[np.void]]
 
 DIGEST_BYTES = 16
-# Stands for the digest of a chunk that another library wrote, as long as it is not known.
+# Stands for the unknown digest of a chunk that another library wrote.
 UNCHECKED = "unchecked"
 _UNKNOWN = "0" * 2 * DIGEST_BYTES
-# The offset of a chunk that is not on this disk.
+# Offset of a chunk that is not on this disk.
 _ABSENT = -1
 _OFFSET = np.dtype("<i8")
 _NUMBER = np.dtype("<u4")
@@ -37,7 +37,7 @@ _NONE: Integers = np.empty(0, np.int64)
 
 
 class LeafForm(Struct, frozen=True, omit_defaults=True, gc=False):
-    """What many leaves have in common.
+    """The properties that many leaves have in common.
 
     Attributes:
         kind: `jax`, `key` (a typed PRNG key, stored as its key data), `numpy`, `numpy_scalar`; a
@@ -47,11 +47,11 @@ class LeafForm(Struct, frozen=True, omit_defaults=True, gc=False):
         shape: Global shape of an array leaf.
         chunks: Shape of one stored chunk; chunks tile the array from the origin.
         count: Number of chunks.
-        codec: What every chunk is encoded with, `zstd` or `blosc`; None for nothing.
-        packed: Whether the array is a single chunk that holds exactly its bytes (a small leaf).
+        codec: Codec of every chunk, `zstd` or `blosc`; None if chunks are not encoded.
+        packed: True if the array is a single chunk that holds exactly its bytes (a small leaf).
         sharding: Index into the item's `shardings` (`jax` only).
-        committed: Whether a jax array was bound to its place; jax may move one that was not.
-        weak_type: Whether the array was weakly typed.
+        committed: True if a jax array was bound to its place; jax may move other arrays.
+        weak_type: True if the array was weakly typed.
         impl: Name of the implementation of a PRNG key.
     """
 
@@ -74,9 +74,9 @@ class LeafEntry(Struct, frozen=True, gc=False):
     Attributes:
         name: The stored name (escaped leaf path); its keys in the database begin with `<name>/`.
         digests: xxh3_128 of the logical bytes (C order, little endian) of every chunk, in C order
-            of the chunk grid. Of a chunk at the upper edge only the part inside the array counts.
-            Empty for a chunk that another process keeps on a disk of its own; `unchecked` for one
-            that another library wrote and that was not verified yet.
+            of the chunk grid. For a chunk at the upper edge, only the part inside the array counts.
+            Empty for a chunk that another process keeps on a disk of its own; `unchecked` for a
+            chunk that another library wrote and that was not verified yet.
         offsets: First byte of every chunk within its data file, in the order of `digests`.
         files: Index into the item's `data_files` of every chunk's file; empty where all are in
             the first.
@@ -84,7 +84,7 @@ class LeafEntry(Struct, frozen=True, gc=False):
         same_as: Number of an earlier leaf that was the same array object; both have the same
             chunks at the same places.
         value: The value of a Python scalar (`int` and `float` as text, exactly; `bytes` base64).
-        vital_signs: What the values of an array come to, or None where that is not known.
+        vital_signs: Vital signs of the values of an array; None if they are unknown.
         unequal_on: Processes whose devices held other values of a replicated part than most.
     """
 
@@ -105,12 +105,12 @@ class LeafEntry(Struct, frozen=True, gc=False):
     impl: str | None = None
     same_as: int | None = None
     value: Value = None
-    vital_signs: VitalSigns | None = None
+    vital_signs: LeafSigns | None = None
     unequal_on: Sequence[int] = ()
 
     @property
     def form(self) -> LeafForm:
-        """What it may have in common with others."""
+        """The form of the leaf, which other leaves may share."""
         return LeafForm(
             self.kind,
             self.dtype,
@@ -132,19 +132,20 @@ class LeafColumns(Struct, frozen=True, omit_defaults=True):
     Attributes:
         names: Name of every leaf.
         forms: The distinct forms.
-        form: Number of every leaf's form, 4 bytes each; empty if all are of the first one.
-        digests: Digest of every chunk, leaf by leaf, 16 bytes each; zeros for one not known.
-        offsets: Offset of every chunk, 8 bytes each, signed; -1 for one on another disk.
-        files: Number of every chunk's file, 4 bytes each; empty if all are in the first one.
-        lengths: Bytes of every encoded chunk, 8 bytes each, 0 for a plain one; empty if all are.
-        same_as: Leaves that are an earlier leaf, each with the number of that one. They have no
-            chunks of their own.
-        values: Leaves with a value, each with it.
+        form: Number of every leaf's form, 4 bytes each; empty if all leaves have the first one.
+        digests: Digest of every chunk, leaf by leaf, 16 bytes each; zeros for an unknown digest.
+        offsets: Offset of every chunk, 8 bytes each, signed; -1 for a chunk on another disk.
+        files: Number of every chunk's file, 4 bytes each; empty if all chunks are in the first one.
+        lengths: Bytes of every encoded chunk, 8 bytes each, 0 for a plain one; empty if all are
+            plain.
+        same_as: Leaves that are the same array as an earlier leaf, each with the number of that
+            leaf. They have no chunks of their own.
+        values: Leaves with a value, each with the value.
         fingerprints: Fingerprint of every leaf, 8 bytes each; like the next two, empty if the vital
             signs of no leaf are known.
         norms: Norm of every leaf, 8 bytes each; -1 for a leaf without vital signs.
         absmax: Largest absolute value of every leaf, 8 bytes each.
-        nonfinite: Leaves with values that are not finite, each with their number.
+        nonfinite: Leaves with values that are not finite, each with the number of such values.
         unequal: Leaves whose replicas were not equal, each with the processes whose devices held
             other values than most.
     """
@@ -194,12 +195,12 @@ class LeafTable(Sequence[LeafEntry]):
         names: Name of every leaf.
         forms: The distinct forms.
         form: Number of every leaf's form.
-        firsts: Number of every leaf's first chunk, and at last how many chunks there are.
+        firsts: Number of every leaf's first chunk; the last entry is the number of chunks.
         digests: Digest of every chunk, one after the other.
-        offsets: Offset of every chunk; negative for one that is on another disk.
-        files: Number of every chunk's file; empty if all are in the first one.
-        lengths: Bytes of every encoded chunk; empty if there are none.
-        same_as: Leaves that are an earlier one, with its number.
+        offsets: Offset of every chunk; negative for a chunk on another disk.
+        files: Number of every chunk's file; empty if all chunks are in the first one.
+        lengths: Bytes of every encoded chunk; empty if there are no encoded chunks.
+        same_as: Leaves that are the same array as an earlier leaf, with the number of that leaf.
         values: Leaves with a value.
         signs: The record of the vital signs of every leaf; empty if none are known.
         unequal: Leaves whose replicas were not equal, each with processes; see `LeafEntry`.
@@ -244,7 +245,7 @@ class LeafTable(Sequence[LeafEntry]):
         """Make a table of its columns.
 
         Raises:
-            ValueError: They do not fit each other.
+            ValueError: The columns do not fit each other.
         """
         self.names: Sequence[str] = names
         self.forms: Sequence[LeafForm] = forms
@@ -255,7 +256,7 @@ class LeafTable(Sequence[LeafEntry]):
         self.lengths: Integers = lengths
         self.same_as: Mapping[int, int] = same_as or {}
         self.values: Mapping[int, Value] = values or {}
-        # Signs that no array can have stay: that is for `verify` to say.
+        # Signs that no array can have stay, for `verify` to report.
         is_known = signs is not None and bool((signs["norm"] != UNKNOWN).any())
         self.signs: Records = signs if signs is not None and is_known else no_signs(0)
         self.unequal: Mapping[int, tuple[int, ...]] = unequal or {}
@@ -274,10 +275,10 @@ class LeafTable(Sequence[LeafEntry]):
         for number, first in self.same_as.items():
             if not 0 <= first < number < count or first in self.same_as:
                 raise ValueError(f"leaf {number} cannot be the same array as leaf {first}")
-            # By number: a form may be long, and many leaves may have it.
+            # Compared by number: a form may be long, and many leaves may have it.
             if self.form[number] != self.form[first]:
                 raise ValueError(f"leaf {number} is not like leaf {first}, which it is to be")
-        # Before anything is made that is as long as there are leaves.
+        # Checked before the arrays with an entry for every leaf are made.
         members = np.bincount(self.form, minlength=len(forms)).tolist()
         total = sum(form.count * times for form, times in zip(forms, members, strict=True))
         total -= sum(forms[int(self.form[number])].count for number in self.same_as)
@@ -431,7 +432,7 @@ class LeafTable(Sequence[LeafEntry]):
         return found
 
     def unchecked(self) -> Integers:
-        """Return the numbers of the chunks whose digests are not known, counted over all leaves.
+        """Return the numbers of the chunks whose digests are unknown, counted over all leaves.
 
         Example:
             ```python
@@ -442,7 +443,7 @@ class LeafTable(Sequence[LeafEntry]):
         return np.flatnonzero(~halves.any(axis=1) & (self.offsets >= 0))
 
     def bare(self, number: int) -> LeafEntry:
-        """Return a leaf without its chunks; makes no other.
+        """Return a leaf without its chunks; no other leaf is made.
 
         Example:
             ```python
@@ -497,7 +498,8 @@ class LeafTable(Sequence[LeafEntry]):
                 form = forms[at]
                 source = same_as.get(number)
                 if source is not None:
-                    # It shares the lists, too: thousands may be an array of thousands of chunks.
+                    # The leaf shares the lists: thousands of leaves may be one array of thousands
+                    # of chunks.
                     entries.append(
                         replace(
                             entries[source],

@@ -1,10 +1,10 @@
 """`ckpt.json`: the manifest of a step, its models and its bytes.
 
 A step is committed if and only if its manifest is there and whole. The file is one JSON object in
-two parts. The *head* is what lists of steps are made of: it is small, has a checksum of its own,
-and says how long the rest is, so that it is read alone. The rest describes the items, whose leaves
-are columns (see `leaf_table`). The last member is a checksum of every byte before it, so that a cut
-or changed manifest is recognized without parsing it, and any JSON tool can still read it.
+two parts. Lists of steps are made from the *head*: it is small, has a checksum of its own, and says
+how long the rest is, so that it can be read alone. The rest describes the items, whose leaves are
+columns (see `leaf_table`). The last member is a checksum of every byte before it, so that a cut or
+changed manifest is recognized without parsing it, and any JSON tool can still read it.
 `docs/reference/format.md` is the specification; readers ignore unknown fields and refuse unknown
 entries of `requires`.
 
@@ -60,7 +60,7 @@ from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, Unsupporte
 MAX_METADATA_DEPTH = 100
 
 JsonValue = Any
-# Names from a file: they must not point anywhere else.
+# A name from a file must not point anywhere else.
 DataFile = Annotated[str, Meta(pattern=r"^d/[0-9a-f]{32}\Z")]
 Seconds = Annotated[float, Meta(ge=0, lt=1e12)]
 
@@ -76,7 +76,7 @@ class Node(Struct, frozen=True, omit_defaults=True):
         children: A number `n >= 0` is leaf `n`, a number `-n` is node `n`.
         class_name: `module:qualified name` for namedtuples and custom nodes; the factory of a
             `default_dict`. It is compared with classes the process already has, never imported.
-        static: What a custom node keeps beside its children: `{"fields": {name: value}}` of a
+        static: Data of a custom node beside its children: `{"fields": {name: value}}` of a
             dataclass, else `{"aux": value}` as its class gives it to jax; values as dict keys.
         unstored: Names of the fields, or `aux`, that could not be stored.
     """
@@ -125,7 +125,7 @@ class ItemEntry(Struct, frozen=True):
         shardings: The distinct shardings of its arrays.
         data_files: The files that hold its chunks, as paths relative to the item.
         nbytes: Logical bytes of its arrays, or of the files that its handler keeps.
-        data: What a handler other than the PyTree one keeps in the manifest.
+        data: Data that a handler other than the PyTree one keeps in the manifest.
     """
 
     handler: str
@@ -138,32 +138,31 @@ class ItemEntry(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """Everything there is to know of a step without reading an array byte.
+    """All that is known of a step without reading an array byte.
 
     Attributes:
         format: `ckpt`; another name for a checkpoint that another library wrote.
-        version: Format version; a reader refuses one it does not know.
+        version: Format version; a reader refuses versions that it does not know.
         requires: Names of features a reader must know to read the step.
         step: The step, or None for a one-shot checkpoint.
         attempt: Random id of the attempt that wrote the step.
         folder: Folder of the step directory that holds all files but the manifest: its name is the
             id of the attempt that wrote them. Empty where they are in the step directory itself.
-        unnamed: Whether the step is one object saved without a name; it is the item
-            `default`.
+        unnamed: True if the step is one object saved without a name; it is the item `default`.
         items: The items by name.
         metrics: Metrics given to `save`, in groups if they were given so; NaN and infinities as
-            text, since JSON has none. `flat_metrics` makes numbers of them.
+            text, since JSON has none. `flat_metrics` returns those that are numbers.
         metadata: User metadata given to `save`.
-        parent: What the run has begun from, or None.
-        replaces: Saves of the same step that make way for this one wherever it is copied to.
-        left_behind: When the saves of greater steps began, in Unix nanoseconds, that were there and
-            that its run had not gone on from.
+        parent: The checkpoint that the run began from, or None.
+        replaces: Saves of the same step that give way to this one wherever it is copied to.
+        left_behind: Start times, in Unix nanoseconds, of the saves of greater steps that were there
+            and that its run had not gone on from.
         created_ns: Unix time in nanoseconds at which the save began.
         committed_ns: Unix time in nanoseconds at which the manifest was written.
         writer: Versions of the libraries that wrote the step.
         process_count: Number of processes that wrote the step.
-        save: Where each of them has a disk of its own: random id that its manifests have in common.
-        statistics: Where the time of the save went until the manifest was written, in seconds.
+        save: Random id that the manifests of all processes share, where each has a disk of its own.
+        statistics: Seconds that the parts of the save took until the manifest was written.
         files: Every other file of the step, by path relative to it, or to `folder`.
         sources: The data files that are not in the step, by the path that they would have there.
         dropped: The items that were taken out of the step after it was committed.
@@ -199,20 +198,20 @@ class Manifest(Struct, frozen=True):
 
     @property
     def nonfinite_leaves(self) -> int | None:
-        """How many leaves are known to have values that are not finite.
+        """Number of leaves that are known to have values that are not finite.
 
-        None if none is, and the vital signs of an array are not known.
+        None if there are none, and the vital signs of some array are unknown.
         """
         return _nonfinite_leaves(self.items)
 
     @property
     def unknown_leaves(self) -> int:
-        """How many arrays have no vital signs."""
+        """Number of arrays without vital signs."""
         return sum(_unknown_leaves(item.leaves) for item in self.items.values())
 
     @property
     def unequal_leaves(self) -> int:
-        """How many leaves had replicas that were not equal, as far as they were compared."""
+        """Number of leaves whose replicas were not equal, as far as they were compared."""
         return _unequal_leaves(self.items)
 
 
@@ -251,7 +250,7 @@ class _Item(Struct, frozen=True, omit_defaults=True):
 
 
 class _Rest(Struct, frozen=True, omit_defaults=True):
-    """What follows the head."""
+    """The part of a manifest after the head."""
 
     unnamed: bool
     items: dict[str, _Item]
@@ -264,7 +263,7 @@ class _Rest(Struct, frozen=True, omit_defaults=True):
     replaces: list[ReplacedSave] = []
 
 
-# Made once, as that of the head.
+# Made once, like the decoder of the head.
 _RESTS = msgspec.json.Decoder(_Rest)
 
 
@@ -360,7 +359,7 @@ def decode_item(data: bytes) -> ItemEntry:
     """Return the item whose bytes are `data`; see `encode_item`.
 
     Raises:
-        ValueError: They are not an item.
+        ValueError: `data` is not an item.
 
     Example:
         ```python
@@ -434,12 +433,12 @@ def decode(data: bytes, *, where: str) -> Manifest:
             raise ValueError("its head contradicts it")
         rest = _RESTS.decode(b"".join((b"{", memoryview(data)[end + 1 :])))
         items = {name: _read(item) for name, item in rest.items.items()}
-        # Earlier writers did not count.
+        # Earlier writers did not count such leaves.
         if front.nonfinite_leaves not in (None, _nonfinite_leaves(items)):
             raise ValueError("its head counts other leaves with values that are not finite")
         if front.unequal_leaves != _unequal_leaves(items):
             raise ValueError("its head counts other leaves with unequal replicas")
-        # Earlier writers did not name them.
+        # Earlier writers did not name such items.
         if front.fileless and front.fileless != _fileless(items, front.files):
             raise ValueError("its head names other items without files")
         check_dropped(front.dropped, items)
@@ -452,7 +451,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
             f"{where}: the manifest has {len(data)} bytes, and there is not enough memory for it"
         ) from error
     except INVALID as error:
-        # What is invalid for this version may be valid in a later one.
+        # Values that are invalid in this version may be valid in a later one.
         raise _not_ours(head, where, f"{error!s:.300}") from error
     return Manifest(
         format=front.format,
@@ -484,7 +483,7 @@ def _check_whole(items: Mapping[str, ItemEntry], sources: Mapping[str, SourceFil
     """Check that a step that is not virtual has all of its files, and the digests of all chunks.
 
     Raises:
-        ValueError: It has not.
+        ValueError: Files or digests are missing.
     """
     if sources or any(len(item.leaves.unchecked()) for item in items.values()):
         raise ValueError(f"it needs files of others, or lacks digests, and is not {VIRTUAL!r}")
@@ -494,7 +493,7 @@ def _check_places(items: Mapping[str, ItemEntry]) -> None:
     """Check that every chunk of a step that is in one place has an offset.
 
     Raises:
-        ValueError: One has none.
+        ValueError: A chunk has none.
     """
     for name, item in items.items():
         table = item.leaves
@@ -511,7 +510,7 @@ def _not_ours(data: bytes, where: str, reason: str) -> CorruptCheckpointError:
     """Return the error for a manifest that is not of this version, or invalid for `reason`.
 
     Raises:
-        UnsupportedFormatError: It is of a later format.
+        UnsupportedFormatError: The manifest is of a later format.
     """
     found = version_of(data)
     if found is None:

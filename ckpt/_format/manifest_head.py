@@ -1,6 +1,7 @@
-"""The head of `ckpt.json`: what lists of steps are made of, and how the file shows to be whole.
+"""The head of `ckpt.json`, from which lists of steps are made, and the check of the whole file.
 
-It needs no numpy either, so that a list of a thousand steps takes as long as reading their heads.
+This module needs no numpy, so that a list of a thousand steps takes only as long as reading their
+heads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ckpt._format.history import DroppedItem, Step
 from ckpt._format.metrics import Metrics
 
 FILE_NAME = "ckpt.json"
-# Manifests of checkpoints that other libraries wrote are of another format, and never written.
+# Manifests of checkpoints of other libraries have another format, and are never written.
 OWN_FORMAT = "ckpt"
 FORMAT_VERSION = 1
 # Chunks may be compressed.
@@ -39,7 +40,7 @@ HEX_DIGITS = 32
 # Enough for the heads of most steps, of up to 100 files.
 HEAD_BYTES = 16 << 10
 
-# What reading JSON that is not as it should be raises, depending on the version of msgspec.
+# Errors of reading invalid JSON, which depend on the version of msgspec.
 INVALID = (msgspec.MsgspecError, ValueError, RecursionError)
 
 # Bounded, so that no number in a file can make a date impossible.
@@ -53,9 +54,9 @@ class FileEntry(Struct, frozen=True, omit_defaults=True):
     """One file of the step.
 
     Attributes:
-        size: Its size in bytes.
-        digest: Its xxh3_128.
-        shared: Whether the save took it over from the step before, and wrote no byte of it.
+        size: Size in bytes.
+        digest: xxh3_128 of the file.
+        shared: True if the save took it over from the step before, and wrote no byte of it.
     """
 
     size: Size
@@ -64,16 +65,17 @@ class FileEntry(Struct, frozen=True, omit_defaults=True):
 
 
 class Summary(Struct, frozen=True, omit_defaults=True):
-    """What lists of steps are made of: the head of a manifest, with attributes of `Manifest`.
+    """The head of a manifest, from which lists of steps are made; attributes as in `Manifest`.
 
     Attributes:
-        nonfinite_leaves: How many leaves have values that are not finite; None if not known.
-        unequal_leaves: How many leaves had replicas that were not equal.
+        nonfinite_leaves: Number of leaves with values that are not finite; None if unknown.
+        unequal_leaves: Number of leaves whose replicas were not equal.
         dropped: The items that were taken out of the step after it was committed.
-        fileless: Names of the items that have no file.
-        left_behind: When greater steps were saved that its run went back behind.
-        rest: How many bytes of the file follow the head.
-        manifest_bytes: Bytes of the file itself; told by `peek`, and not in the file.
+        fileless: Names of the items without files.
+        left_behind: Start times of the saves of greater steps that its run went back behind, in
+            Unix nanoseconds.
+        rest: Bytes of the file after the head.
+        manifest_bytes: Bytes of the file itself; set by `peek`, and not in the file.
     """
 
     format: str
@@ -106,20 +108,20 @@ class Summary(Struct, frozen=True, omit_defaults=True):
         return tops_of(self.files)
 
 
-# Made once, before there are threads: msgspec makes what it knows of a type that has dataclasses in
-# it at the first use, and two threads that do so at the same time can crash the interpreter.
+# Made once, before there are threads: msgspec analyses a type that contains dataclasses at its
+# first use, and two threads that do so at the same time can crash the interpreter.
 SUMMARIES = msgspec.json.Decoder(Summary)
 
 
 class Origin(Struct, frozen=True):
-    """What a manifest says of who wrote the step, as attributes of `Manifest`."""
+    """The writer of a step, as attributes of `Manifest`."""
 
     writer: dict[str, str]
     process_count: int
 
 
 class Version(Struct, frozen=True):
-    """The part that decides whether the rest may be read at all."""
+    """The part of a manifest that decides whether the rest may be read at all."""
 
     format: str
     version: int
@@ -137,7 +139,7 @@ def tops_of(files: Iterable[str]) -> frozenset[str]:
 
 
 def is_whole(data: bytes) -> bool:
-    """Tell whether `data` is a complete, unchanged `ckpt.json`, without parsing it.
+    """Return True if `data` is a complete, unchanged `ckpt.json`, without parsing it.
 
     Example:
         ```python
@@ -148,7 +150,7 @@ def is_whole(data: bytes) -> bool:
     split = len(data) - len(TRAILER_KEY) - HEX_DIGITS - len(TRAILER_END)
     if split < 0 or not data.startswith(TRAILER_KEY, split):
         return False
-    # Without a copy of the body, which may be large.
+    # No copy is made of the body, which may be large.
     found = digest(memoryview(data)[:split]).encode()
     return data.endswith(TRAILER_KEY + found + TRAILER_END)
 
@@ -156,9 +158,9 @@ def is_whole(data: bytes) -> bool:
 def peek(data: bytes, size: int | None = None) -> Summary | None:
     """Return the summary of a `ckpt.json`; None if it is cut, or not a manifest.
 
-    Only the head is looked at, and whether the file is as long as it says. What was changed in the
-    rest is found by those that read it. A manifest of a later format has a summary, too, though
-    this library cannot read the rest.
+    Only the head and the length of the file are checked. A change in the rest is found when the
+    rest is read. A manifest of a later format has a summary, too, though this library cannot read
+    the rest.
 
     Args:
         data: The file, or its beginning (`HEAD_BYTES` are enough for most).
@@ -190,13 +192,11 @@ def peek(data: bytes, size: int | None = None) -> Summary | None:
 
 
 def origin_of(data: bytes, size: int) -> Origin | None:
-    """Return who wrote a step, from its whole manifest; None if that is cut, changed, or unknown.
+    """Return the writer of a step from its whole manifest; None if that is cut, changed or unknown.
 
-    That stands behind the items, which are passed over and not decoded.
+    The writer stands behind the items, which are skipped and not decoded.
 
-    Args:
-        data: The file, or its beginning.
-        size: Bytes of the whole file.
+    `data` is the file or its beginning, and `size` the bytes of the whole file.
     """
     if len(data) < size or not is_whole(data):
         return None
@@ -207,8 +207,8 @@ def origin_of(data: bytes, size: int) -> Origin | None:
 
 
 def split_head(data: bytes) -> tuple[bytes | None, int]:
-    """Return the head of a manifest as JSON, and where it ends; None if it is not whole."""
-    # Within a text of JSON, quotation marks are escaped, so this is the member.
+    """Return the head of a manifest as JSON, and its end; None if the head is not whole."""
+    # Quotation marks within a text of JSON are escaped, so this is the member.
     at = data.find(HEAD_KEY)
     end = at + len(HEAD_KEY) + HEX_DIGITS
     front = memoryview(data)[: max(at, 0)]
@@ -229,7 +229,7 @@ def is_step(step: int | None) -> bool:
 
 
 def peek_files(data: bytes) -> frozenset[str] | None:
-    """Return the files that a `ckpt.json` names, itself among them; None if that is not known.
+    """Return the files that a `ckpt.json` names, itself among them; None if they are unknown.
 
     Example:
         ```python

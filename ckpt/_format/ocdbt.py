@@ -2,9 +2,9 @@
 
 TensorStore's OCDBT format keeps a B+tree of keys whose values are inline in a tree node or anywhere
 in a data file. The specification allows data files of any relative path. So write batches are plain
-files, and a `DatabaseIndex` of where every value is makes them a database for TensorStore, zarr
-tools and Orbax. Everything but the names of the files depends only on the structure of what is
-saved, so an index is encoded once for all saves of the same structure.
+files, and a `DatabaseIndex`, which lists where every value is, makes them a database for
+TensorStore, zarr tools and Orbax. Everything but the names of the files depends only on the
+structure of the saved tree, so an index is encoded once for all saves of the same structure.
 
 Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html, "Storage format".
 """
@@ -35,15 +35,7 @@ _NODE_INLINE_BYTES = 2 << 20
 
 
 class KeyValue(Struct, frozen=True, gc=False):
-    """One key of a database.
-
-    Attributes:
-        key: The key.
-        inline: The value itself, or None if it is in a data file.
-        file: Number of the data file.
-        offset: Its first byte there.
-        length: Its bytes.
-    """
+    """One key of a database: the value is inline, or `length` bytes at `offset` in a data file."""
 
     key: bytes
     inline: bytes | None = None
@@ -65,7 +57,7 @@ class Database(Struct, frozen=True):
 
 
 class _Node(Struct, frozen=True):
-    """A tree node: what comes before the names of its data files, and after them.
+    """A tree node without the names of its data files.
 
     Attributes:
         height: 0 for a leaf node.
@@ -83,7 +75,7 @@ class _Node(Struct, frozen=True):
 
 
 class _Placed(Struct, frozen=True):
-    """A node in the tree's file; `tree_bytes` are those of all nodes from it down."""
+    """A node in the tree's file; `tree_bytes` counts the bytes of it and of all nodes below it."""
 
     node: _Node
     offset: int
@@ -141,7 +133,7 @@ class DatabaseIndex:
                 _varints([0, _MAX_INLINE_VALUE_BYTES, _MAX_DECODED_NODE_BYTES]),
                 bytes([_VERSION_TREE_ARITY_LOG2, 0]),
                 own_table,
-                # One version: generation 1, and where its root is.
+                # One version: generation 1, and the place of its root.
                 _varints([1, 1]),
                 bytes([root.node.height]),
                 _varints([0, root.offset, root.length]),
@@ -189,7 +181,7 @@ def _inner_node(children: Sequence[_Placed]) -> _Node:
     columns = b"".join(
         (
             _varints([len(children)]),
-            # Children store whole keys: they have no prefix in common that is left out.
+            # Children store whole keys, so no common prefix is left out.
             _keys([node.first for node in nodes], _varints([0] * len(nodes))),
             _varints([0] * len(nodes)),
             _varints([child.offset for child in children]),
@@ -258,7 +250,7 @@ def _varints(numbers: Sequence[int]) -> bytes:
         return bytes(numbers)
     values = np.array(numbers, np.uint64)
     groups = -(-max(numbers).bit_length() // 7)
-    # A row of seven bits each for every number; all but its last group are marked.
+    # Every number is a row of groups of seven bits; all but its last group are marked.
     shifted = values[:, None] >> np.arange(0, 7 * groups, 7, dtype=np.uint64)
     is_used = shifted > 0
     is_used[:, 0] = True

@@ -1,4 +1,4 @@
-"""Places: where an array comes back, of what is stored, wanted, set and here. Pure."""
+"""Places of restored arrays, chosen from their stored place, the target and the mesh. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Shape = tuple[int, ...]
 
 
 class Place(Struct, frozen=True):
-    """Where an array comes back.
+    """The place to which an array is restored.
 
     Attributes:
-        sharding: Its sharding; None where jax puts new arrays, and may move them from.
-        lost: What it has no longer of the place that it is to have; empty if it has all of it.
+        sharding: Sharding of the array; None for jax's default place, from which jax may move it.
+        lost: Differences from the place that it should have, as text; empty without any.
     """
 
     sharding: Sharding | None = None
@@ -29,12 +29,12 @@ class Place(Struct, frozen=True):
 
 
 class StoredPlace(Struct, frozen=True):
-    """Where an array lay when it was saved.
+    """The place of an array when it was saved.
 
     Attributes:
-        entry: Its stored sharding.
-        sharding: The same on the devices of this job; None where they are not all here.
-        is_free: Whether jax was free to move it.
+        entry: The stored sharding.
+        sharding: The same on the devices of this job; None if not all of them are here.
+        is_free: True if jax was free to move the array.
     """
 
     entry: ShardingEntry
@@ -43,7 +43,7 @@ class StoredPlace(Struct, frozen=True):
 
     @staticmethod
     def of(entry: ShardingEntry, *, is_free: bool = False) -> StoredPlace:
-        """Return a stored sharding, made again of the devices that are here."""
+        """Return the place of a stored sharding, rebuilt on the devices that are here."""
         return StoredPlace(entry, rebuild_sharding(entry), is_free)
 
 
@@ -55,18 +55,18 @@ def place_of(
     *,
     is_free: bool = False,
 ) -> Place:
-    """Return where an array comes back.
+    """Return the place to which an array is restored.
 
     Args:
-        shape: Its shape; for a PRNG key that of its data.
-        stored: Where it lay; None if it lay on no devices.
-        wanted: The sharding of its target; None if that says nothing of a place.
+        shape: Shape of the array; for a PRNG key, of its data.
+        stored: Place of the array when it was saved; None if it was on no devices.
+        wanted: Sharding of its target; None if the target names no place.
         mesh: The mesh that the caller has set, or None.
-        is_free: Whether its target is an array that jax is free to move.
+        is_free: True if its target is an array that jax is free to move.
     """
     if wanted is not None and not is_abstract(wanted):
         return Place(wanted)
-    # One without axes says nothing, either.
+    # A sharding without axes names no place, either.
     wanted = None if wanted is None or wanted.mesh.empty else wanted  # type: ignore[attr-defined]
     own: Any = getattr(wanted, "mesh", None)
     is_one = is_free and stored is not None and len(stored.entry.device_ids) == 1
@@ -77,7 +77,7 @@ def place_of(
         found = None if stored is None or own is not None else stored.sharding
         return Place(found, "" if found is not None else lost)
     sizes, spec, kind = _spec_of(stored, wanted)
-    kept, cut = _kept(spec, shape, base, sizes)
+    kept, cut = _fit_spec(spec, shape, base, sizes)
     local = base.local_devices
     if kind and local and kind not in {each.kind for each in local[0].addressable_memories()}:
         cut, kind = [*cut, kind], None
@@ -87,17 +87,17 @@ def place_of(
 
 
 def is_abstract(sharding: Sharding | None) -> bool:
-    """Tell whether a sharding is over a mesh without devices."""
+    """Return True if a sharding is over a mesh without devices."""
     return isinstance(getattr(sharding, "mesh", None), AbstractMesh)
 
 
 def _mesh_of(
     stored: StoredPlace | None, own: AbstractMesh | None, mesh: Mesh | AbstractMesh | None
 ) -> tuple[Mesh | None, str]:
-    """Return the mesh for an array, and what is lost with it; None to leave it as it is stored."""
+    """Return the mesh for an array, and what the array loses there; None for its stored place."""
     if isinstance(mesh, Mesh):
         return mesh, ""
-    # An abstract mesh that is set, or that of the target.
+    # The abstract mesh that is set, or else that of the target.
     own = own if mesh is None else mesh
     known = None if stored is None else stored.sharding
     old = known.mesh if isinstance(known, NamedSharding) else None
@@ -120,7 +120,7 @@ def _mesh_of(
 def _fitted(
     names: Sequence[Any], sizes: Sequence[int], types: Sequence[Any], platform: str | None = None
 ) -> tuple[Mesh | None, str]:
-    """Return a mesh of these axes over all devices, and what is lost.
+    """Return a mesh of these axes over all devices, and what an array loses there.
 
     The inner axes keep their sizes as far as these divide the number of devices; the first one
     takes the rest.
@@ -151,7 +151,7 @@ def _spec_of(
 ) -> tuple[Mapping[str, int], Sequence[Any], str | None]:
     """Return the axes, the spec over them and the memory kind that an array is to have."""
     if wanted is not None:
-        # What is traced has a memory kind only where that is asked for.
+        # A traced array has a memory kind only if the program asked for one.
         kind = wanted.memory_kind or (stored.entry.memory_kind if stored is not None else None)
         return wanted.mesh.shape, wanted.spec, kind
     if stored is None:
@@ -164,10 +164,10 @@ def _spec_of(
     )
 
 
-def _kept(
+def _fit_spec(
     spec: Sequence[Any], shape: Shape, mesh: Mesh, sizes: Mapping[str, int]
 ) -> tuple[PartitionSpec, list[str]]:
-    """Return the axes of a spec that a mesh has and that divide a shape; and those that it lost."""
+    """Return the axes of a spec that a mesh has and that divide a shape, and the lost axes."""
     parts: list[Any] = []
     lost: list[str] = []
     used: set[str] = set()

@@ -51,7 +51,7 @@ class Region(Struct, frozen=True, gc=False):
         return Region(offset, self.shape)
 
     def is_contiguous_in(self, shape: Shape) -> bool:
-        """Tell whether the region is one run of memory in a C-ordered array of `shape`."""
+        """Return True if the region is one run of memory in a C-ordered array of `shape`."""
         seen_partial = False
         for n, whole in zip(reversed(self.shape), reversed(shape), strict=True):
             if seen_partial and n != 1:
@@ -65,7 +65,7 @@ def whole(shape: Sequence[int]) -> Region:
     return _whole(tuple(shape))
 
 
-# Thousands of leaves have a few shapes.
+# Cached: thousands of leaves have a few shapes.
 @functools.lru_cache(maxsize=1024)
 def _whole(shape: Shape) -> Region:
     return Region((0,) * len(shape), shape)

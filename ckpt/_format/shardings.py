@@ -1,4 +1,4 @@
-"""Shardings as manifest entries, and made again on today's devices if possible."""
+"""Shardings as manifest entries, and rebuilt on today's devices if possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ckpt._format.manifest import ShardingEntry
 
 
 def describe_sharding(sharding: jax.sharding.Sharding) -> ShardingEntry:
-    """Return the manifest entry of `sharding`."""
     memory_kind = sharding.memory_kind
     if isinstance(sharding, NamedSharding):
         mesh = sharding.mesh
@@ -87,13 +86,13 @@ def _within_reach(
     """Return the devices for a sharding of which every process of the job has a part, or None.
 
     - Devices of all processes are taken as they are.
-    - Devices of one process held what each process has for itself: every process takes its own
-      devices at the same positions.
+    - Devices of one process held an array that each process has for itself: every process takes
+      its own devices at the same positions.
     - Devices of some processes are refused: the others could not use the arrays.
 
     Args:
         devices: The devices of the sharding, all of one platform.
-        local: Those of this process.
+        local: The devices of this process.
     """
     owners = {device.process_index for device in devices}
     platform = devices[0].platform

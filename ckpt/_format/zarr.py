@@ -16,7 +16,7 @@ from typing import Any
 from ckpt._format.array_format import Compression
 from ckpt._format.dtypes import DTYPES
 
-# An even cut may take this many times as many pieces as an uneven one.
+# Largest factor by which an even cut may take more pieces than an uneven one.
 _MOST_PIECES = 8
 _NOT_IN_ZARR = frozenset({"uint2", "uint4", "float8_e4m3"})
 
@@ -53,7 +53,6 @@ def zarr_metadata(
 def zarr_metadata_bytes(
     shape: Sequence[int], chunk: Sequence[int], dtype: str, compression: Compression | None = None
 ) -> bytes:
-    """Return the `zarr.json` of a stored array."""
     metadata = zarr_metadata(shape, chunk, dtype, compression)
     document = {"zarr_format": 3, "node_type": "array", **metadata}
     return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()

@@ -1,1 +1,1 @@
-"""What is stored, as records for people and programs: read from manifests, without jax."""
+"""Records of stored data for people and programs, read from manifests without jax."""

@@ -1,7 +1,8 @@
-"""How two checkpoints differ, from their manifests alone.
+"""The differences between two checkpoints, from their manifests alone.
 
-Digests are of the logical bytes of a chunk, so that arrays with the same chunks are compared
-without reading them, however they are compressed. Where the chunks are others, vital signs tell.
+Digests are of the logical bytes of a chunk. Arrays with equal chunk shapes are therefore compared
+without reading them, even if they are compressed differently. If the chunk shapes differ, vital
+signs are compared.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ import msgspec
 from msgspec import Struct
 
 from ckpt._format.leaf_table import LeafForm, LeafTable
-from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._format.manifest import Manifest
 from ckpt._format.metrics import flat_metrics
-from ckpt._inspection.compared_leaves import ComparedLeaves, Verdict, compare_leaves
 from ckpt._inspection.leaf_records import LeafRecord, records_of
-from ckpt._inspection.places import Checkpoint
+from ckpt._inspection.locations import Checkpoint
+from ckpt._plan.unchanged.compared_leaves import (
+    ComparedLeaves,
+    Verdict,
+    compare_leaves,
+    contents_of,
+)
 from ckpt._tree.boxes import unboxed_names
-from ckpt._vitals.signs import VitalSigns, signs_of
+from ckpt._vitals.signs import LeafSigns, signs_of
 from ckpt.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
@@ -28,13 +34,13 @@ if TYPE_CHECKING:
 
 
 class ChangedText(Struct, frozen=True):
-    """Something that is not an array and is another one; None where one side does not have it.
+    """A changed value that is not an array; a side without the value is None.
 
     Attributes:
-        item: The item that it is in; empty where the checkpoint is one unnamed object.
-        name: Leaf path, or the name of a metric, or the path of a value in the metadata.
-        before: What it is in the first checkpoint.
-        after: What it is in the second.
+        item: The item that the value is in; empty if the checkpoint is one unnamed object.
+        name: Leaf path, name of a metric, or path of a value in the metadata.
+        before: The value in the first checkpoint.
+        after: The value in the second checkpoint.
     """
 
     item: str
@@ -44,28 +50,28 @@ class ChangedText(Struct, frozen=True):
 
 
 class ComparedArray(Struct, frozen=True):
-    """An array of the same dtype and shape in both, with other contents or contents not known.
+    """An array of the same dtype and shape in both, with other or unknown contents.
 
     Attributes:
-        leaf: What it is in the first checkpoint.
-        chunks: How many chunks it has there.
-        chunks_changed: How many of them have other digests; None where digests do not tell.
-        change: How much the values differ; None where they were not read.
-        signs: The vital signs in the first checkpoint and in the second; None if one has none, and
-            for a PRNG key, of which they say nothing.
+        leaf: The array in the first checkpoint.
+        chunks: Number of its chunks there.
+        chunks_changed: Number of chunks with other digests; None if digests do not tell.
+        change: Difference of the values; None if they were not read.
+        signs: The vital signs in the first and in the second checkpoint; None if one has none, and
+            for a PRNG key, for which they mean nothing.
     """
 
     leaf: LeafRecord
     chunks: int
     chunks_changed: int | None
     change: ArrayChange | None = None
-    signs: tuple[VitalSigns, VitalSigns] | None = None
+    signs: tuple[LeafSigns, LeafSigns] | None = None
 
     @property
     def norm_change(self) -> float | None:
-        """By how much the norm changed, as a part of the first one; None if that is not known.
+        """Change of the norm, relative to the first norm; None if a norm is unknown.
 
-        That is not how far the arrays are apart: arrays of one norm may have nothing in common.
+        This is not a distance between the arrays: arrays of one norm may have nothing in common.
         """
         if self.signs is None:
             return None
@@ -76,26 +82,27 @@ class ComparedArray(Struct, frozen=True):
 
 
 class CheckpointDifferences(Struct, frozen=True):
-    """How two checkpoints differ.
+    """The differences between two checkpoints.
 
     Attributes:
-        before, after: Where they are.
-        steps: Their numbers, or None.
-        is_same: Whether they are known to be the same.
+        before, after: Paths of the checkpoints.
+        steps: Their step numbers, or None.
+        is_same: True if the checkpoints are known to be the same.
         removed: Leaves that only the first has.
         added: Leaves that only the second has.
         types: Leaves of another dtype, shape or kind.
-        values: Leaves that are no arrays, with another value.
+        values: Leaves that are not arrays and have another value.
         items: Items that were saved by another handler, with other containers or other files.
-        contents: Arrays with other contents; with values read, the largest changes first.
-        not_compared: Arrays that have other chunks, or no digests, no vital signs, and were not
+        contents: Arrays with other contents; if values were read, the largest changes first.
+        not_compared: Arrays that have other chunks, or no digests, and no vital signs, and were not
             read.
         metrics: Metrics that differ.
         metadata: Values of the user's metadata that differ.
-        same: How many leaves are the same.
-        values_read: Whether values were read.
-        same_by_fingerprint: Arrays among them that are the same only by their fingerprints, which
-            other contents have by chance, though improbably: digests do not tell.
+        same: Number of leaves that are the same.
+        values_read: True if values were read.
+        same_by_fingerprint: Arrays counted in `same` that only fingerprints call the same, as
+            digests do not tell. By chance, though improbably, other contents may have the same
+            fingerprint.
     """
 
     before: str
@@ -117,13 +124,13 @@ class CheckpointDifferences(Struct, frozen=True):
 
 
 class PairedArray(Struct, frozen=True):
-    """An array that has one type in both checkpoints, and that digests do not call the same.
+    """An array of one type in both checkpoints that digests do not call the same.
 
     Attributes:
-        item: The item that it is in, as the manifests name it.
-        compared: What the manifests tell of it.
-        verdict: What follows from that.
-        numbers: Its numbers among the leaves of the item.
+        item: Name in the manifests of the item that the array is in.
+        compared: The comparison of the array by the manifests.
+        verdict: The conclusion from it.
+        numbers: Numbers of the array among the leaves of the item, in both checkpoints.
         form: Its form in the first checkpoint.
     """
 
@@ -140,9 +147,10 @@ _Manifests = tuple[Manifest, Manifest]
 def compare(
     before: Checkpoint, after: Checkpoint
 ) -> tuple[CheckpointDifferences, list[PairedArray]]:
-    """Return how two checkpoints differ, and their arrays that digests do not call the same.
+    """Return the differences between two checkpoints, and the arrays that may differ.
 
-    Leaves are in the order of their trees.
+    These arrays have one type in both, and digests do not call them the same. Leaves are in the
+    order of their trees.
 
     Raises:
         CorruptCheckpointError: A manifest contradicts itself.
@@ -187,9 +195,9 @@ def compare(
 
 
 def is_same_state(before: Checkpoint, after: Checkpoint) -> bool | None:
-    """Return whether leaves and items are the same; None if none differs and some are not known.
+    """Return True if leaves and items are the same; None if none differs and some are unknown.
 
-    Metrics and metadata are not looked at.
+    Metrics and metadata are not compared.
 
     Raises:
         CorruptCheckpointError: A manifest contradicts itself.
@@ -202,10 +210,10 @@ def is_same_state(before: Checkpoint, after: Checkpoint) -> bool | None:
 
 
 def largest_first(arrays: Sequence[ComparedArray]) -> list[ComparedArray]:
-    """Return arrays by how much their norms changed, relative to what they were.
+    """Return arrays by the relative change of their norms, the largest first.
 
-    First of all come those with other numbers of values that are not finite, and at the end those
-    without vital signs.
+    Arrays with another number of non-finite values come before all others; arrays without vital
+    signs come last.
     """
 
     def weight(each: ComparedArray) -> tuple[bool, float]:
@@ -230,7 +238,7 @@ def _paths(checkpoint: Checkpoint) -> dict[str, Sequence[str]]:
     """Return the paths of the leaves of all items.
 
     Raises:
-        CorruptCheckpointError: The nodes of an item are not a tree; says of which checkpoint.
+        CorruptCheckpointError: The nodes of an item are not a tree; names the checkpoint.
     """
     manifest = checkpoint.opened.manifest
     found = {}
@@ -247,7 +255,7 @@ def _paths(checkpoint: Checkpoint) -> dict[str, Sequence[str]]:
 
 
 def _left_over(manifest: Manifest, alone: Mapping[str, Sequence[int]]) -> list[LeafRecord]:
-    """Return the leaves that a manifest alone has; all leaves of an item that it alone has."""
+    """Return the leaves that only `manifest` has, with all leaves of items that only it has."""
     return [
         record
         for name, item in manifest.items.items()
@@ -305,12 +313,12 @@ def _unlike_arrays(
         yield PairedArray(name, compared, Verdict(verdict), (first, second), form)
 
 
-def _signs(table: LeafTable, number: int) -> VitalSigns | None:
+def _signs(table: LeafTable, number: int) -> LeafSigns | None:
     return signs_of(table.signs[number]) if len(table.signs) else None
 
 
 def _items(manifests: _Manifests, resized: set[str]) -> Iterator[ChangedText]:
-    """Yield items that differ in more than their leaves."""
+    """Yield the items that differ in more than their leaves."""
     first, second = manifests
     for name in dict.fromkeys((*first.items, *second.items)):
         shown = "" if first.unnamed and second.unnamed else name
@@ -325,19 +333,8 @@ def _items(manifests: _Manifests, resized: set[str]) -> Iterator[ChangedText]:
         has_tree = any(each.nodes or len(each.leaves) for each in entries)
         if has_tree and shown not in resized and entries[0].nodes != entries[1].nodes:
             yield ChangedText(shown, "", "these containers", "other containers")
-        if not has_tree and _kept(first, name, entries[0]) != _kept(second, name, entries[1]):
+        if not has_tree and contents_of(first, name) != contents_of(second, name):
             yield ChangedText(shown, "", "these contents", "other contents")
-
-
-def _kept(manifest: Manifest, name: str, item: ItemEntry) -> tuple[Any, dict[str, str]]:
-    """Return what an item without leaves holds: its data, and the digests of its files."""
-    start = f"{name}/"
-    files = {
-        path.removeprefix(start): each.digest
-        for path, each in manifest.files.items()
-        if path.startswith(start)
-    }
-    return item.data, files
 
 
 def _metrics(manifest: Manifest) -> dict[str, str]:
@@ -345,14 +342,14 @@ def _metrics(manifest: Manifest) -> dict[str, str]:
 
 
 def _metadata(manifest: Manifest) -> dict[str, str]:
-    """Return the values of the metadata by the keys that lead to them, as JSON."""
+    """Return the values of the metadata as JSON, by the path of keys that leads to each."""
     return dict(_values(manifest.metadata, "")) if manifest.metadata is not None else {}
 
 
 def _values(value: Any, above: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping) and value:
         for key, each in value.items():
-            # So that no key looks like two.
+            # Escaped, so that no single key looks like two.
             escaped = str(key).replace("~", "~0").replace("/", "~1")
             yield from _values(each, f"{above}/{escaped}" if above else escaped)
     else:

@@ -1,4 +1,4 @@
-"""Values as JSON can have them."""
+"""Values in a form that JSON can express."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import msgspec
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return metrics as JSON can have them: None for those that are not finite."""
+    """Return metrics in a form that JSON can express: None for values that are not finite."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def json_text(record: object) -> str:
-    """Return a record as JSON. Paths may have bytes that are not UTF-8; those are escaped."""
+    """Return a record as JSON. Bytes of paths that are not UTF-8 are escaped."""
     try:
         return msgspec.json.encode(record).decode()
     except UnicodeEncodeError:
@@ -24,5 +24,5 @@ def json_text(record: object) -> str:
 
 
 def time_of(nanoseconds: int) -> datetime | None:
-    """Return a time stamp (UTC); None for 0, which stands for one that is not known."""
+    """Return a time stamp (UTC); None for 0, which stands for an unknown time."""
     return datetime.fromtimestamp(nanoseconds / 1e9, UTC) if nanoseconds else None

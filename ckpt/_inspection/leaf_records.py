@@ -12,10 +12,10 @@ from ckpt._format.dtypes import DTYPES
 from ckpt._format.leaf_table import DIGEST_BYTES, LeafForm, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._tree.boxes import unboxed_names
+from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.table import sharding_text
 from ckpt.errors import CorruptCheckpointError
 
-ARRAYS = frozenset({"jax", "key", "numpy", "numpy_scalar"})
 _MOST_CHARACTERS = 60
 
 
@@ -23,23 +23,21 @@ class LeafRecord(Struct, frozen=True):
     """One leaf of a checkpoint.
 
     Attributes:
-        item: The item that it belongs to; empty where the checkpoint is one unnamed object.
+        item: The item of the leaf; empty if the checkpoint is one unnamed object.
         path: Its leaf path, as messages write it.
-        kind: `jax`, `key`, `numpy` or `numpy_scalar` for arrays; else the kind of the value:
-            `int`, `float`, `complex`, `bool`, `str`, `bytes`, `numpy_str`, `numpy_bytes` or
-            `callable`.
-        dtype: Dtype of an array; of a PRNG key that of its data.
+        kind: `jax`, `key`, `numpy` or `numpy_scalar` for arrays; else the kind of the value: `int`,
+            `float`, `complex`, `bool`, `str`, `bytes`, `numpy_str`, `numpy_bytes` or `callable`.
+        dtype: Dtype of an array; for a PRNG key, the dtype of its data.
         shape: Global shape of an array.
         chunks: Shape of one stored chunk.
         nbytes: Logical bytes of an array.
-        stored_bytes: Bytes that it takes; 0 if it is stored as another leaf.
-        codec: What its chunks are compressed with, or None.
-        sharding: How it lay on the devices when it was saved, in a few words.
-        same_as: The leaf path of the array that it is the same object as, or None.
+        stored_bytes: Bytes that it takes in the store; 0 if it is stored as another leaf.
+        codec: Compression of its chunks, or None.
+        sharding: Its layout on the devices when it was saved, in a few words.
+        same_as: Leaf path of the array that is the same object, or None.
         value: A Python value as text; None for arrays and functions.
-        content: A digest of a value, or of an array: of two arrays with the same shape, dtype and
-            chunks, those with the same content are equal, and those with another differ. None if it
-            is not known.
+        content: A digest of a value, or of an array; None if it is unknown. Two arrays with the
+            same shape, dtype and chunks are equal if and only if their known digests are.
     """
 
     item: str
@@ -58,8 +56,8 @@ class LeafRecord(Struct, frozen=True):
 
     @property
     def is_array(self) -> bool:
-        """Whether it is an array."""
-        return self.kind in ARRAYS
+        """True if the leaf is an array."""
+        return self.kind in ARRAY_KINDS
 
     @property
     def type_text(self) -> str:
@@ -96,7 +94,7 @@ def _leaf(item_name: str, item: ItemEntry, paths: Sequence[str], number: int) ->
     table = item.leaves
     form = table.forms[int(table.form[number])]
     path = paths[number]
-    if form.kind not in ARRAYS:
+    if form.kind not in ARRAY_KINDS:
         return LeafRecord(
             item_name,
             path,
@@ -136,13 +134,13 @@ def _stored_bytes(table: LeafTable, number: int, nbytes: int) -> int:
     first, last = int(table.firsts[number]), int(table.firsts[number + 1])
     if not len(table.lengths):
         return nbytes
-    # A length of 0 is a chunk that was not compressed.
+    # A chunk that was not compressed has the length 0.
     lengths = table.lengths[first:last]
     return int(lengths.sum()) if lengths.all() else nbytes
 
 
 def _value_digest(table: LeafTable, number: int) -> str:
-    """Return a digest of all of a value, of which the record shows the beginning."""
+    """Return a digest of the whole value; the record shows only its beginning."""
     return digest(repr(table.values.get(number)).encode(errors="surrogatepass"))
 
 
@@ -150,7 +148,7 @@ def _content(table: LeafTable, number: int) -> str | None:
     first, last = int(table.firsts[number]), int(table.firsts[number + 1])
     digests = table.digests[first * DIGEST_BYTES : last * DIGEST_BYTES]
     pieces = (digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
-    # Zeros stand for a digest that is not known.
+    # Zeros stand for an unknown digest.
     return digest(digests) if all(any(piece) for piece in pieces) else None
 
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: its run, what that has begun from, and so on."""
+"""The lineage of a checkpoint: its run, the checkpoint that the run began from, and so on."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from msgspec import Struct
 from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, MAX_BYTES, Origin, origin_of
 from ckpt._format.metrics import flat_metrics
 from ckpt._inspection.json_values import finite, time_of
-from ckpt._inspection.places import Checkpoint, RunRoot, checkpoint_at, look_at, step_place
+from ckpt._inspection.locations import Checkpoint, RunRoot, checkpoint_at, locate, step_path_of
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.opened import open_step
 from ckpt.errors import CheckpointError, StorageError
 
-# Runs that begin from each other in a circle would have no end.
+# Limits the chain: runs that begin from each other in a circle would have no end.
 _MOST_PARENTS = 1000
-# What Orbax wrote does not say it.
+# Origin of a checkpoint by Orbax, which does not record one.
 _FOREIGN = Origin({}, 1)
 
 
 class LoggedStep(Struct, frozen=True):
-    """A checkpoint in the order in which they were made.
+    """A checkpoint in the history of a run.
 
     Attributes:
-        path: Where it is.
-        step: Its number; None for a checkpoint by itself.
-        committed: When it was committed (UTC), if that is known.
-        metrics: Metrics by name; those that are not finite are None.
+        path: Path of the checkpoint.
+        step: Its number; None for a one-shot checkpoint.
+        committed: Time of its commit (UTC), if known.
+        metrics: Metrics by name; None for values that are not finite.
         writer: Versions of the libraries that wrote it.
-        process_count: How many processes wrote it.
+        process_count: Number of processes that wrote it.
     """
 
     path: str
@@ -44,10 +44,10 @@ class Ancestor(Struct, frozen=True):
     """A checkpoint that a run has begun from.
 
     Attributes:
-        path: Where it was.
-        step: Its number; None for a checkpoint by itself.
-        found: What is there; None if it cannot be read, or another one is there.
-        reason: Why it was not found; empty if it was.
+        path: Path that the checkpoint had.
+        step: Its number; None for a one-shot checkpoint.
+        found: The checkpoint at the path; None if it cannot be read, or if another one is there.
+        reason: Reason why it was not found; empty if it was.
     """
 
     path: str
@@ -57,11 +57,11 @@ class Ancestor(Struct, frozen=True):
 
 
 class Lineage(Struct, frozen=True):
-    """Where a checkpoint comes from.
+    """The history of a checkpoint.
 
     Attributes:
-        path: The checkpoint, or the root.
-        ancestors: What the run has begun from, and what that one has; the nearest first.
+        path: Path of the checkpoint or root.
+        ancestors: The checkpoint that the run began from, then the ancestor of that one, and so on.
         steps: The steps of the run up to the checkpoint, ascending.
     """
 
@@ -71,19 +71,19 @@ class Lineage(Struct, frozen=True):
 
 
 async def lineage_of(path: str) -> Lineage:
-    """Return where a checkpoint comes from; of a root, its latest step.
+    """Return the history of a checkpoint; for a root, the history of its latest step.
 
-    Steps that were deleted are not among those of the run, and a parent that cannot be read ends
-    the chain.
+    Deleted steps are missing from the steps of the run. A parent that cannot be read ends the
+    chain.
 
     Raises:
         CheckpointError: There is no checkpoint, or it cannot be read.
     """
-    found = await look_at(path)
+    found = await locate(path)
     checkpoint = found
     if isinstance(checkpoint, RunRoot):
         checkpoint = Checkpoint(checkpoint.storage, await checkpoint.index.found(None))
-    step, place = checkpoint.opened.manifest.step, step_place(path)
+    step, place = checkpoint.opened.manifest.step, step_path_of(path)
     if isinstance(found, RunRoot):
         steps = await _steps_of(found)
     elif step is not None and place is not None and place.step == step:
@@ -94,7 +94,7 @@ async def lineage_of(path: str) -> Lineage:
 
 
 async def _steps_of(root: RunRoot) -> list[LoggedStep]:
-    """Return the steps of a root, without decoding what their manifests say of items."""
+    """Return the steps of a root, without decoding the items in their manifests."""
     found = list((await root.index.refresh()).values())
     own = [each.step_dir for each in found if not each.is_foreign]
     read = await root.storage.read_each(own, FILE_NAME, MAX_BYTES, HEAD_BYTES, origin_of)
@@ -105,7 +105,7 @@ async def _steps_of(root: RunRoot) -> list[LoggedStep]:
         if origin is not None:
             steps.append(_indexed(root, each, origin))
             continue
-        # It was deleted meanwhile, or is damaged or of a later version, which is an error.
+        # The step was deleted meanwhile. If it is damaged or of a later version, opening it raises.
         opened = await open_step(root.storage, each.step_dir, each.step)
         if opened is not None:
             steps.append(_logged(Checkpoint(root.storage, opened)))
@@ -157,9 +157,9 @@ async def _ancestors(checkpoint: Checkpoint) -> list[Ancestor]:
 
 
 def _is_near(path: str, location: str) -> bool:
-    """Tell whether a path from a manifest is on a disk, or in the store that the manifest is in.
+    """Return True if a path from a manifest is on a disk, or in the store of the manifest.
 
-    A manifest must not make the user ask any store with credentials.
+    A manifest must not make the user query an arbitrary store with credentials.
     """
     scheme, _, rest = path.partition("://")
     if not rest or scheme == "file":

@@ -1,4 +1,4 @@
-"""The steps of a root as records: how old and large they are, and what keeps them."""
+"""The steps of a root as records: their age, size and metrics, and what keeps them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from datetime import datetime
 from msgspec import Struct
 
 from ckpt._inspection.json_values import finite, time_of
-from ckpt._inspection.places import RunRoot, doubled_steps
+from ckpt._inspection.locations import RunRoot, doubled_steps
 from ckpt._redaction import redact
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.pins import Pin, pins
-from ckpt._steps.removal.noted_policy import noted_policy
-from ckpt._steps.removal.superfluous import Superfluous
+from ckpt._steps.removal.deletion_plan import DeletionPlan
+from ckpt._steps.removal.recorded_policy import read_recorded_policy
 
 logger = logging.getLogger("ckpt")
 
@@ -27,19 +27,20 @@ class ListedStep(Struct, frozen=True):
 
     Attributes:
         step: Its number.
-        name: The name of its directory.
-        committed: When it was committed (UTC); None if what another library wrote does not say.
-        age_seconds: How long ago that was.
-        stored_bytes: Bytes of its files; None of what another library wrote.
-        metrics: Metrics by name; those that are not finite are None.
-        pins: The names of its pins.
+        name: Name of its directory.
+        committed: Time of its commit (UTC); None if another library wrote it and does not record
+            it.
+        age_seconds: Time since the commit.
+        stored_bytes: Bytes of its files; None if another library wrote it.
+        metrics: Metrics by name; None for values that are not finite.
+        pins: Names of its pins.
         writer: `ckpt` or `orbax`.
-        goes_next: Whether the run deletes it after its next commit, unless that is a better one;
-            None if it is not known what the run keeps.
-        nonfinite_leaves: How many leaves have NaN or infinite values; None if that is not known.
-        unequal_leaves: How many leaves had replicas that were not equal.
-        drops_next: The items that the run takes out of it then.
-        dropped: The items that were taken out of it.
+        goes_next: True if the run deletes it after its next commit, unless the new step is a better
+            one; None if the policy of the run is unknown.
+        nonfinite_leaves: Number of leaves with NaN or infinite values; None if unknown.
+        unequal_leaves: Number of leaves whose replicas were not equal.
+        drops_next: Items that the run takes out of it after its next commit.
+        dropped: Items that were taken out of it.
     """
 
     step: int
@@ -58,13 +59,13 @@ class ListedStep(Struct, frozen=True):
 
 
 class UnreadableEntry(Struct, frozen=True):
-    """A directory that is named like a step and cannot be read as one.
+    """A directory with the name of a step that cannot be read as one.
 
     Attributes:
-        step: The step that it is named like.
+        step: The step of its name.
         kind: `damaged`, `later` (of a later version), `forbidden`, `orbax` (not finished) or
             `other`.
-        reason: Why it cannot be read.
+        reason: Reason why it cannot be read.
     """
 
     step: int
@@ -77,9 +78,10 @@ class ListedAttempt(Struct, frozen=True):
 
     Attributes:
         step: The step that it would become.
-        state: `saving`, `dead`, or `silent`: its writer may be dead, which takes watching it.
-        age_seconds: How long ago it was begun; None if its writer does not say.
-        nbytes: Bytes written so far; None where counting them is not cheap.
+        state: `saving`, `dead`, or `silent`: its writer may be dead, which only watching it can
+            tell.
+        age_seconds: Time since it was begun; None if its writer does not record it.
+        nbytes: Bytes written so far; None if counting them is not cheap.
         owner: Host and process of its writer.
     """
 
@@ -91,15 +93,15 @@ class ListedAttempt(Struct, frozen=True):
 
 
 class RootListing(Struct, frozen=True):
-    """The steps of a root, and what else is in it.
+    """The contents of a root: steps, attempts and unreadable directories.
 
     Attributes:
-        root: Where it is.
+        root: Path of the root.
         steps: Its committed steps, ascending.
-        unreadable: What is named like a step and is none.
-        attempts: Steps that are being saved, and what is left of dead writers.
-        keeps: What the run keeps, in a few words, as its last manager wrote it down; None if
-            nothing is written down.
+        unreadable: Directories with names of steps that are not readable steps.
+        attempts: Steps that are being saved, and leftovers of dead writers.
+        keeps: The policy of the run in a few words, as its last manager noted it; None if there is
+            no note.
     """
 
     root: str
@@ -110,10 +112,10 @@ class RootListing(Struct, frozen=True):
 
 
 async def list_root(root: RunRoot) -> RootListing:
-    """Return what is in a root.
+    """Return the contents of a root.
 
     Raises:
-        StorageError: It cannot be read.
+        StorageError: The root cannot be read.
     """
     found = await root.index.refresh()
     for step, (kept, *others) in (await doubled_steps(root)).items():
@@ -128,7 +130,7 @@ async def list_root(root: RunRoot) -> RootListing:
     now = time.time()
     return RootListing(
         root.location,
-        [_listed(each, pinned.get(each.step, ()), going, now) for each in found.values()],
+        [_list_step(each, pinned.get(each.step, ()), going, now) for each in found.values()],
         [UnreadableEntry(each.step, each.kind, each.reason) for each in root.index.unreadable],
         await _attempts(root),
         keeps,
@@ -137,13 +139,13 @@ async def list_root(root: RunRoot) -> RootListing:
 
 async def _going(
     root: RunRoot, found: Mapping[int, IndexedStep]
-) -> tuple[Superfluous | None, str | None]:
-    """Return what a run deletes next and what it keeps; None for what is not known."""
-    noted = await noted_policy(root.storage)
+) -> tuple[DeletionPlan | None, str | None]:
+    """Return the steps that the run deletes next and its policy as text; None where unknown."""
+    noted = await read_recorded_policy(root.storage)
     if noted is None or noted.policy is None or noted.deletion is None:
         return None, None if noted is None else noted.text or None
-    # Only here: the lists of most roots need no policies.
-    from ckpt._inspection.retention.preservation import next_to_go, text_of
+    # Imported only here: most roots have no noted policy.
+    from ckpt._inspection.retention.kept_steps import next_to_go, text_of
 
     return await next_to_go(root, noted.policy, noted.deletion, found), text_of(noted.policy)
 
@@ -151,7 +153,7 @@ async def _going(
 async def _attempts(root: RunRoot) -> list[ListedAttempt]:
     found = []
     for each in await root.storage.attempts():
-        # Notes are written as attempts, too.
+        # Notes are written as attempts, too, but they are not steps.
         step = root.names.step(each.step_dir) if each.step_dir else None
         if step is not None and not each.is_removal:
             state = _STATES[each.is_live]
@@ -159,8 +161,8 @@ async def _attempts(root: RunRoot) -> list[ListedAttempt]:
     return sorted(found, key=lambda each: each.step)
 
 
-def _listed(
-    step: IndexedStep, pinned: tuple[Pin, ...], going: Superfluous | None, now: float
+def _list_step(
+    step: IndexedStep, pinned: tuple[Pin, ...], going: DeletionPlan | None, now: float
 ) -> ListedStep:
     committed = step.committed_ns / 1e9
     return ListedStep(
@@ -171,7 +173,7 @@ def _listed(
         step.stored_bytes,
         finite(step.metrics or {}),
         sorted(each.name for each in pinned),
-        "orbax" if step.is_foreign else "ckpt",
+        step.library or "ckpt",
         None if going is None else step.step in going.steps,
         step.nonfinite_leaves,
         step.unequal_leaves,

@@ -9,10 +9,10 @@ import numpy as np
 from msgspec import Struct
 
 from ckpt._format.manifest import ItemEntry, Manifest
-from ckpt._inspection.leaf_records import ARRAYS
-from ckpt._inspection.places import RunRoot
+from ckpt._inspection.locations import RunRoot
 from ckpt._steps.opened import open_step
 from ckpt._tree.boxes import unboxed_names
+from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.patterns import compile_rule
 from ckpt._tree.suggestions import near_miss
 from ckpt._vitals.signs import join_signs, no_signs, signs_of
@@ -21,19 +21,19 @@ from ckpt.errors import CheckpointError, InvalidArgumentError
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 DEPTH = 2
-# The least number of steps: the first and the last.
+# Least number of steps: the first and the last.
 LEAST_STEPS = 2
 
 
 class LayerSigns(Struct, frozen=True, gc=False):
-    """What the arrays of a layer come to in one step.
+    """The vital signs of the arrays of a layer in one step, together.
 
     Attributes:
-        leaves: How many there are.
+        leaves: Number of the arrays.
         norm: Square root of the sum of the squares of their finite values; None if the vital signs
-            of one of them are not known.
-        absmax: The largest absolute value of those.
-        nonfinite: How many values are NaN or infinite.
+            of one array are unknown.
+        absmax: Largest absolute value among the finite values.
+        nonfinite: Number of values that are NaN or infinite.
     """
 
     leaves: int
@@ -43,14 +43,14 @@ class LayerSigns(Struct, frozen=True, gc=False):
 
 
 class LayerNorms(Struct, frozen=True):
-    """A layer over the steps; None where a step has no such layer, or no vital signs of it.
+    """A layer over the steps; None for a step without the layer or without its vital signs.
 
     Attributes:
         name: The item, if it has a name, and the keys that its leaf paths begin with.
-        leaves: How many arrays it has, in the step that has the most.
+        leaves: Number of its arrays, in the step that has the most.
         norms: Its norm in each step.
-        absmax: The largest absolute value.
-        nonfinite: How many values are NaN or infinite.
+        absmax: Its largest absolute value in each step.
+        nonfinite: Number of its values that are NaN or infinite, in each step.
     """
 
     name: str
@@ -64,13 +64,13 @@ class NormTable(Struct, frozen=True):
     """The norms of the layers of a run over its steps.
 
     Attributes:
-        path: Where the run is.
-        total: How many steps it has.
-        steps: The steps that were looked at, ascending: evenly chosen ones, and the first that has
+        path: Path of the run.
+        total: Number of its steps.
+        steps: The steps that were read, ascending: evenly chosen ones, and the first step with
             values that are not finite.
         layers: Its layers, in the order of the tree.
-        unknown: Those of the steps of which no layer has vital signs.
-        unreadable: Those that were chosen and could not be read.
+        unknown: Steps among `steps` in which no layer has vital signs.
+        unreadable: Chosen steps that could not be read.
         nonfinite: All steps of the run that are known to have values that are not finite, in any
             layer.
     """
@@ -84,12 +84,12 @@ class NormTable(Struct, frozen=True):
     nonfinite: list[int]
 
 
-# What a step has, by layer.
+# The layers of one step, by name.
 StepLayers = dict[str, LayerSigns]
 
 
 class NormReader:
-    """Reads the norms of a run; of a step that it has seen, the manifest is not read again."""
+    """Reads the norms of a run; reads the manifest of each step once."""
 
     def __init__(
         self, root: RunRoot, *, most: int, depth: int = DEPTH, select: Sequence[str] = ()
@@ -98,18 +98,18 @@ class NormReader:
 
         Args:
             root: The run.
-            most: Look at so many steps at most, besides the first with values that are not finite.
-            depth: How many keys of leaf paths a layer has, numbers not counted.
-            select: Only leaves that one of these patterns covers; none for all.
+            most: Limit of the number of steps, besides the first with values that are not finite.
+            depth: Number of keys of a leaf path that name a layer, not counting numbers.
+            select: Patterns of the leaves to include; all leaves if there are none.
 
         Raises:
-            InvalidArgumentError: A pattern is none.
+            InvalidArgumentError: A pattern is not valid.
         """
         self._root = root
         self._most = most
         self._depth = depth
         self._rules = [(pattern, compile_rule(pattern)[0][1]) for pattern in select]
-        # By what a step that is saved again has other ones of.
+        # By directory, attempt and commit time: a step that is saved again has other ones.
         self._known: dict[tuple[str, str, int], StepLayers] = {}
 
     async def read(self) -> NormTable:
@@ -170,9 +170,9 @@ class NormReader:
         table = item.leaves
         numbers, owners, layers = [], [], dict[str, int]()
         paths = unboxed_names(item.nodes, table.names)
-        wanted = [form.kind in ARRAYS and form.kind != "key" for form in table.forms]
+        wanted = [form.kind in ARRAY_KINDS and form.kind != "key" for form in table.forms]
         for number, form in enumerate(table.form.tolist()):
-            # Of an array that is stored once, the norm counts once; that of a key says nothing.
+            # The norm of an array that is stored once counts once; the norm of a key says nothing.
             if not wanted[form] or number in table.same_as:
                 continue
             path = paths[number]
@@ -206,7 +206,7 @@ def _array_paths(manifest: Manifest) -> list[str]:
         for path, form in zip(
             unboxed_names(item.nodes, item.leaves.names), item.leaves.form.tolist(), strict=True
         )
-        if item.leaves.forms[form].kind in ARRAYS
+        if item.leaves.forms[form].kind in ARRAY_KINDS
     ]
 
 
@@ -224,9 +224,9 @@ def layer_of(path: str, depth: int) -> str:
 
 
 def chosen_steps(steps: Sequence[int], most: int) -> list[int]:
-    """Return at most so many of the steps, evenly: the first, each so many-th, and the last.
+    """Return at most `most` of the steps, evenly spaced, with the first and the last.
 
-    The distance is a power of two, so that a run that goes on has most of its steps chosen again.
+    The distance is a power of two: as the run goes on, most of the steps are chosen again.
     """
     distance = 1
     while len(range(0, len(steps) - 1, distance)) + 1 > max(most, LEAST_STEPS):

@@ -1,4 +1,4 @@
-"""One checkpoint in a few figures."""
+"""A summary of one checkpoint."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from msgspec import Struct
 from ckpt._format.manifest_head import OWN_FORMAT, VIRTUAL
 from ckpt._format.metrics import flat_metrics
 from ckpt._inspection.json_values import finite, time_of
-from ckpt._inspection.leaf_records import ARRAYS
-from ckpt._inspection.places import Checkpoint
-from ckpt._tree.ailing_leaves import nonfinite_leaves, unequal_leaves
+from ckpt._inspection.locations import Checkpoint
+from ckpt._tree.leaf_kinds import ARRAY_KINDS
+from ckpt._tree.unhealthy_leaves import nonfinite_leaves, unequal_leaves
 
 
 class ItemSummary(Struct, frozen=True):
     """An item of a checkpoint.
 
     Attributes:
-        name: Its name.
+        name: Name of the item.
         handler: The handler that wrote it.
-        leaves: How many leaves it has.
-        arrays: How many of them are arrays.
-        nbytes: Logical bytes of its arrays, or of the files that its handler keeps.
+        leaves: Number of its leaves.
+        arrays: Number of the leaves that are arrays.
+        nbytes: Logical bytes of its arrays, or bytes of the files of its handler.
     """
 
     name: str
@@ -37,8 +37,8 @@ class DroppedSummary(Struct, frozen=True):
     """An item that was taken out of a checkpoint.
 
     Attributes:
-        name: Its name.
-        dropped: When that was (UTC).
+        name: Name of the item.
+        dropped: Time at which it was taken out (UTC).
         policy: The policy that did not keep it; None if it was deleted by hand.
         stored_bytes: Bytes of its files.
     """
@@ -50,32 +50,32 @@ class DroppedSummary(Struct, frozen=True):
 
 
 class CheckpointSummary(Struct, frozen=True):
-    """A checkpoint in a few figures.
+    """A summary of a checkpoint.
 
     Attributes:
-        path: Where it is.
+        path: Path of the checkpoint.
         step: Its number; None for a one-shot checkpoint.
         writer: Versions of the libraries that wrote it.
         format: `ckpt` or the name of the format of another library.
-        created: When its save began (UTC), if that is known.
-        committed: When it was committed (UTC), if that is known.
-        unnamed: Whether it is one object saved without a name.
+        created: Time at which its save began (UTC), if known.
+        committed: Time of its commit (UTC), if known.
+        unnamed: True if it is one object that was saved without a name.
         items: Its items.
         nbytes: Logical bytes of all items.
-        stored_bytes: Bytes of its files, of the manifest, too; None of what another library wrote.
-        files: How many files it has; None of what another library wrote.
-        shared_bytes: Bytes of those that its save took over from the step before.
-        process_count: How many processes wrote it.
-        is_virtual: Whether data files of it lie elsewhere.
-        sources: Those files.
-        metrics: Metrics by name; those that are not finite are None.
+        stored_bytes: Bytes of its files, including the manifest; None if another library wrote it.
+        files: Number of its files; None if another library wrote it.
+        shared_bytes: Bytes of the files that its save took over from the step before.
+        process_count: Number of processes that wrote it.
+        is_virtual: True if it has data files that lie elsewhere.
+        sources: Locations of those files.
+        metrics: Metrics by name; None for values that are not finite.
         metadata: User metadata.
-        parent: Path of the checkpoint that the run has begun from, or None.
-        statistics: Where the time of the save went, in seconds.
-        nonfinite: How many values of leaves are NaN or infinite, by leaf path, where there are
-            some; None if the vital signs of an array are not known.
-        unequal: The leaves whose replicas were not equal.
-        dropped: Items that it was saved with, and that were taken out since.
+        parent: Path of the checkpoint that the run began from, or None.
+        statistics: Seconds that the save spent, by activity.
+        nonfinite: Number of values that are NaN or infinite, by leaf path, for leaves that have
+            any; None if the vital signs of an array are unknown.
+        unequal: Leaves whose replicas were not equal.
+        dropped: Items that were taken out of it after the save.
     """
 
     path: str
@@ -103,16 +103,16 @@ class CheckpointSummary(Struct, frozen=True):
 
 
 def summarize(checkpoint: Checkpoint) -> CheckpointSummary:
-    """Return a checkpoint in a few figures."""
+    """Return the summary of a checkpoint."""
     manifest = checkpoint.opened.manifest
-    # Of what another library wrote, not all files are known.
+    # If another library wrote the checkpoint, not all of its files are known.
     is_own = manifest.format == OWN_FORMAT
     items = [
         ItemSummary(
             name,
             item.handler,
             len(item.leaves),
-            sum(item.leaves.forms[int(form)].kind in ARRAYS for form in item.leaves.form),
+            sum(item.leaves.forms[int(form)].kind in ARRAY_KINDS for form in item.leaves.form),
             item.nbytes,
         )
         for name, item in manifest.items.items()

@@ -1,4 +1,4 @@
-"""What takes the bytes of a root or a checkpoint: its steps, items, leaves or dtypes."""
+"""The bytes of a root or a checkpoint, by steps, items, leaves or dtypes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from msgspec import Struct
 
 from ckpt._format.manifest import Manifest
 from ckpt._inspection.leaf_records import LeafRecord, leaf_records
-from ckpt._inspection.places import Checkpoint, RunRoot
+from ckpt._inspection.locations import Checkpoint, RunRoot
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.opened import open_step
 from ckpt.errors import NotACheckpointError, StepNotFoundError, StorageError
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import lies_in
+from ckpt.storage._manifests import files_folder
 from ckpt.storage._resolve import local_path
 
 UsageKey = Literal["step", "item", "pattern", "dtype"]
 
-# What is of no item, or of no array: manifests, indexes of items, files for other libraries.
+# Files of no item or no array: manifests, indexes of items, files for other libraries.
 OTHER = "(other files)"
 _NUMBER = re.compile(r"[0-9]+")
 
@@ -35,13 +35,13 @@ _Inode = tuple[int, int]
 
 
 class UsageShare(Struct, frozen=True):
-    """What one step, item, pattern or dtype takes.
+    """The bytes of one step, item, pattern or dtype.
 
     Attributes:
-        name: Its name; `(other files)` for what is of none.
+        name: Its name; `(other files)` for files that belong to none.
         nbytes: Bytes of its files, or of its arrays in them; a file that several steps have is
             counted for the first of them.
-        count: How many leaves it has in all steps; of steps and items, how many files are counted.
+        count: Number of its leaves in all steps; for steps and items, number of counted files.
         shared: Bytes of its files that an earlier step has as well, which are not in `nbytes`.
     """
 
@@ -52,16 +52,16 @@ class UsageShare(Struct, frozen=True):
 
 
 class StorageUsage(Struct, frozen=True):
-    """What takes the bytes of a root or a checkpoint.
+    """The bytes of a root or a checkpoint, by one key.
 
     Attributes:
-        path: Where it is.
-        by: What the shares are of.
-        steps: How many checkpoints were looked at.
+        path: Path of the root or checkpoint.
+        by: The key of the shares.
+        steps: Number of the checkpoints.
         nbytes: Bytes of all files, each counted once.
         shared: Bytes that were not counted, since an earlier step has the same file.
-        linked: Bytes of counted files that have names outside of these steps, too.
-        shares: The largest first.
+        linked: Bytes of counted files that also have names outside of these steps.
+        shares: The shares, the largest first.
     """
 
     path: str
@@ -74,14 +74,14 @@ class StorageUsage(Struct, frozen=True):
 
 
 class _SizedFile(Struct, frozen=True):
-    """A file of a step; without `inode` one that is not on a disk."""
+    """A file of a step; without `inode` if it is not on a disk."""
 
     nbytes: int
     inode: _Inode | None = None
     links: int = 1
 
 
-class _Tally:
+class _UsageCounter:
     """Adds up the files and arrays of steps."""
 
     def __init__(self, by: UsageKey) -> None:
@@ -91,12 +91,12 @@ class _Tally:
         self._sizes: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._shared: Counter[str] = Counter()
-        # By file: how often it was seen, its links and its size.
+        # By file: number of times it was seen, and its links and size.
         self._seen: Counter[_Inode] = Counter()
         self._links: dict[_Inode, tuple[int, int]] = {}
 
     def add(self, name: str, manifest: Manifest | None, files: dict[str, _SizedFile]) -> None:
-        """Take the files of a step, by their path in its folder."""
+        """Add the files of a step, by their path in its folder."""
         self.steps += 1
         fresh: set[str] = set()
         for path, each in files.items():
@@ -124,7 +124,7 @@ class _Tally:
         return item if is_item else OTHER
 
     def _add_leaves(self, manifest: Manifest, fresh: set[str]) -> None:
-        """Take arrays out of the bytes of other files."""
+        """Move the bytes of arrays from the share of other files to their own."""
         records = leaf_records(manifest)
         for item, entry in manifest.items.items():
             table = entry.leaves
@@ -135,7 +135,7 @@ class _Tally:
                     continue
                 first, last = int(table.firsts[number]), int(table.firsts[number + 1])
                 files = table.files[first:last] if len(table.files) else np.zeros(last - first, int)
-                # Of its chunks, those in files that are counted.
+                # Only chunks in files that are counted for this step.
                 counted = int(is_fresh[files].sum()) if last > first else 0
                 nbytes = record.stored_bytes * counted // max(last - first, 1)
                 key = self._leaf_key(record)
@@ -152,7 +152,6 @@ class _Tally:
         return f"{record.item}: {pattern}" if record.item else pattern
 
     def result(self, path: str) -> StorageUsage:
-        """Return what was added up."""
         shares = [
             # Estimates of padding may be greater than a file by a few bytes.
             UsageShare(name, max(size, 0), self._counts[name], max(self._shared[name], 0))
@@ -167,23 +166,25 @@ class _Tally:
 
 
 async def usage_of(place: RunRoot | Checkpoint, by: UsageKey | None) -> StorageUsage:
-    """Return what takes the bytes of a root or a checkpoint.
+    """Return the bytes of a root or a checkpoint, by one key.
 
-    Only committed steps are counted, and files of one inode are one file.
+    Committed steps and unfinished steps of Orbax are counted. Files with the same inode are one
+    file.
 
     Args:
         place: The root or the checkpoint.
-        by: What the bytes are told of; None for steps of a root and leaf patterns of a checkpoint.
+        by: The key of the shares; None for the steps of a root or the leaf patterns of a
+            checkpoint.
 
     Raises:
-        StorageError: It cannot be read.
+        StorageError: The root or checkpoint cannot be read.
     """
     if isinstance(place, Checkpoint):
-        tally = _Tally(by or "pattern")
+        tally = _UsageCounter(by or "pattern")
         opened = place.opened
         files = await _files(place.storage, opened.step_dir, opened.manifest)
         if not files:
-            # A single file of another library.
+            # The checkpoint is a single file of another library.
             files = {
                 f"{name}/{path}": _SizedFile(size)
                 for name, item in opened.manifest.items.items()
@@ -192,32 +193,39 @@ async def usage_of(place: RunRoot | Checkpoint, by: UsageKey | None) -> StorageU
         step = opened.manifest.step
         tally.add(opened.step_dir if step is None else str(step), opened.manifest, files)
         return tally.result(place.location)
-    tally = _Tally(by or "step")
+    tally = _UsageCounter(by or "step")
     for each in (await place.index.refresh()).values():
         try:
             found = await open_step(place.storage, each.step_dir, each.step)
         except (StepNotFoundError, NotACheckpointError):
-            # It was deleted meanwhile.
+            # The step was deleted meanwhile.
             continue
         if found is not None:
             files = await _files(place.storage, found.step_dir, found.manifest)
             tally.add(str(each.step), found.manifest, files)
+    steps = tally.steps
+    for name in place.index.unfinished:
+        tally.add(name, None, await _files(place.storage, name))
+    tally.steps = steps
     return tally.result(place.location)
 
 
-async def _files(storage: Storage, step_dir: str, manifest: Manifest) -> dict[str, _SizedFile]:
-    """Return the files of a step, by path relative to the folder that its items are in."""
+async def _files(
+    storage: Storage, step_dir: str, manifest: Manifest | None = None
+) -> dict[str, _SizedFile]:
+    """Return the files of a step, by path relative to the folder of its items."""
     local = local_path(storage.location)
     if local is not None:
         found = await run_in_thread(partial(_on_disk, local / step_dir))
     else:
         sizes = await storage.files(step_dir)
-        known = manifest.sizes
+        known = {} if manifest is None else manifest.sizes
         found = {
             path: _SizedFile(known.get(path, 0) if size is None or size < 0 else size)
             for path, size in sizes.items()
         }
-    prefix = lies_in(step_dir, manifest).removeprefix(step_dir).lstrip("/")
+    lies = step_dir if manifest is None else files_folder(step_dir, manifest)
+    prefix = lies.removeprefix(step_dir).lstrip("/")
     start = f"{prefix}/" if prefix else ""
     return {path.removeprefix(start): each for path, each in found.items()}
 
@@ -244,6 +252,6 @@ def _walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _unless_gone(error: OSError) -> None:
-    # A step may be deleted meanwhile; and a file of another library is no directory.
+    # A step may be deleted meanwhile, and a file of another library is not a directory.
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error

@@ -1,4 +1,4 @@
-"""Steps that are compared with their manifests, as records: one checkpoint, or all of a root."""
+"""Verification of one checkpoint, or of all steps of a root, as records."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import Problem, VerifyReport
 from ckpt._events import Observer
 from ckpt._format.manifest_head import FILE_NAME
-from ckpt._inspection.places import Checkpoint, RunRoot, look_at
+from ckpt._inspection.locations import Checkpoint, RunRoot, locate
+from ckpt._steps.path_diagnosis import diagnose
 from ckpt._steps.unreadable import UnreadableStep
-from ckpt._steps.wrong_paths import explained
 from ckpt.errors import (
     NotACheckpointError,
     StepDeletedError,
@@ -29,7 +29,7 @@ class SkippedStep(Struct, frozen=True):
 
     Attributes:
         step: Its number.
-        reason: Why.
+        reason: Reason why it was not compared.
     """
 
     step: int
@@ -37,15 +37,15 @@ class SkippedStep(Struct, frozen=True):
 
 
 class Verification(Struct, frozen=True):
-    """Everything that was compared.
+    """The result of a verification.
 
     Attributes:
-        path: The checkpoint, or the root.
-        ok: Whether nothing is wrong in what was read.
-        is_root: Whether it is a root.
-        reports: What was found of each step, ascending.
+        path: Path of the checkpoint or root.
+        ok: True if no problem was found in the bytes that were read.
+        is_root: True if the path is a root.
+        reports: Reports of the steps, ascending.
         skipped: Steps that were not compared.
-        seconds: How long it took.
+        seconds: Duration of the verification.
     """
 
     path: str
@@ -56,7 +56,7 @@ class Verification(Struct, frozen=True):
     seconds: float
 
 
-# Told of each step as soon as it was compared; and of each that is next, with their number.
+# Called with the report of each step; and before each step with its name, place and their number.
 Told = Callable[[VerifyReport], None]
 Next = Callable[[str, int, int], None]
 
@@ -66,33 +66,33 @@ async def verify_at(
 ) -> Verification:
     """Compare a checkpoint with its manifest, or all steps of a root.
 
-    With a time limit, the newest steps come first. Those whose turn is too late are still looked
-    at, without reading them, so that it is known how much was left out.
+    With a time limit, the newest steps come first. Steps for which no time is left are still looked
+    at without reading them, so that the report says how much was left out.
 
     Args:
         path: The checkpoint or root.
         deep: Read every byte; otherwise compare names, kinds and sizes.
-        limits: How much is read.
+        limits: Limits of the bytes that are read.
         observer: Receives the timed phases.
         told: Called with the report of each step.
-        begins: Called before each with its name, its place among them and how many there are.
+        begins: Called before each step with its name, its place and the number of steps.
 
     Raises:
         NotACheckpointError: There is nothing at the path that could be compared.
         StorageError: The storage cannot be read.
     """
     began = time.monotonic()
-    found = await look_at(path)
+    found = await locate(path)
     if isinstance(found, Checkpoint):
         if found.opened.foreign is not None:
-            raise await explained(path, no_manifest(found.location))
+            raise await diagnose(path, no_manifest(found.location))
         begins(found.opened.item or found.opened.step_dir, 1, 1)
         storage, name = found.storage, found.opened.step_dir
         report = await verify_step_dir(
             storage, name, None, deep, (observer,), limits=limits, item=found.opened.item
         )
         told(report)
-        return _all(found.location, False, [report], [], began)
+        return _verification_of(found.location, False, [report], [], began)
     reports: list[VerifyReport] = []
     steps, skipped = await _steps_of(found)
     order = list(reversed(steps)) if limits.ends_at is not None else steps
@@ -110,11 +110,11 @@ async def verify_at(
         reports.append(report)
         told(report)
     reports.sort(key=lambda report: report.step or 0)
-    return _all(found.location, True, reports, skipped, began)
+    return _verification_of(found.location, True, reports, skipped, began)
 
 
 async def _steps_of(root: RunRoot) -> tuple[list[tuple[int, str]], list[SkippedStep]]:
-    """Return the steps to be compared with their directories, damaged ones too, and the others."""
+    """Return the steps to compare, including damaged ones, with directories; and the others."""
     committed = await root.index.refresh()
     steps = {each.step: each.step_dir for each in committed.values() if not each.is_foreign}
     skipped = [
@@ -142,13 +142,13 @@ def _unreadable(path: str, step: int, deep: bool, message: str) -> VerifyReport:
     return VerifyReport(path, step, deep, (problem,), 1, 0, 0.0)
 
 
-def _all(
+def _verification_of(
     path: str,
     is_root: bool,
     reports: list[VerifyReport],
     skipped: Iterable[SkippedStep],
     began: float,
 ) -> Verification:
-    # A path in a report is that of the checkpoint, or of the step.
+    # The path of a report is that of the checkpoint or step, not of the root.
     ok = all(report.ok for report in reports)
     return Verification(path, ok, is_root, reports, list(skipped), time.monotonic() - began)

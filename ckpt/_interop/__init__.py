@@ -1,1 +1,1 @@
-"""Checkpoints of other libraries, read where they are."""
+"""Checkpoints of other libraries, read in place."""

@@ -1,24 +1,24 @@
-"""Adoption: what another library wrote becomes the items of a virtual step, where it lies."""
+"""Adoption: the items of another library's checkpoint in a virtual step, with the data in place."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import anyio
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckpt._engine.restore.step_files import FilePlace
+from ckpt._engine.restore.step_files import FileLocation
 from ckpt._format.chunk_locations import places_in
 from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import FileEntry
 from ckpt._format.step_files.source_files import SourceFile
 from ckpt._interop.flax.checkpoint import FORMAT as FLAX
-from ckpt._interop.foreign import ForeignCheckpoint, with_own_names
+from ckpt._interop.foreign import ForeignCheckpoint, writable_items
 from ckpt._interop.numpy_files import FORMAT as NUMPY
+from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
-from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, located
+from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 
 _CONCURRENT_LOOKS = 16
 
@@ -28,8 +28,8 @@ class Adopted(Struct, frozen=True):
 
     Attributes:
         items: The items by name.
-        sources: Their data files that stay where they are, by the path they would have in the step.
-        files: Content of the files that the step has itself, by path.
+        sources: Data files that stay where they are, by the path that they would have in the step.
+        files: Contents of the files of the step itself, by path.
     """
 
     items: Mapping[str, ItemEntry]
@@ -38,16 +38,16 @@ class Adopted(Struct, frozen=True):
 
     @property
     def entries(self) -> dict[str, FileEntry]:
-        """The files that the step has itself, as a manifest lists them."""
+        """The files of the step itself, as a manifest lists them."""
         return {path: FileEntry(len(data), digest(data)) for path, data in self.files.items()}
 
 
 async def adopted(found: ForeignCheckpoint) -> Adopted:
-    """Return a checkpoint of another library as items of a step.
+    """Return a checkpoint of another library as the items of a step.
 
     Raises:
-        CorruptCheckpointError: A file of it is missing.
-        UnsupportedFormatError: It is a file that is converted, of numpy or Flax.
+        CorruptCheckpointError: A file of the checkpoint is missing.
+        UnsupportedFormatError: The checkpoint is a file of numpy or Flax, which must be converted.
         StorageError: The store refused.
     """
     if found.manifest.format in (FLAX, NUMPY):
@@ -56,16 +56,21 @@ async def adopted(found: ForeignCheckpoint) -> Adopted:
             "compressed, in pieces, or in another order. Convert the file instead: ckpt.convert"
         )
     items: dict[str, ItemEntry] = {}
-    places: dict[str, FilePlace] = {}
-    files = {path: found.files.kept[path] for path in found.manifest.files}
+    places: dict[str, FileLocation] = {}
     sizes: dict[str, int] = {}
-    for name, item in with_own_names(found.manifest.items).items():
+    writable = writable_items(found.manifest)
+    files = {
+        path: found.files.kept[path]
+        for path in found.manifest.files
+        if path.partition("/")[0] in writable
+    }
+    for name, item in writable.items():
         ends = await run_in_thread(_ends, item)
         own = []
         for path, end in zip(item.data_files, ends, strict=True):
             data = found.files.kept.get(f"{name}/{path}")
             place = None if data is not None else found.files.place_of(f"{name}/{path}")
-            # As all data files: a name that is a digest.
+            # Like the names of all data files, this one is a digest.
             text = data if place is None else place.location.encode(errors="surrogateescape")
             own.append(f"d/{digest(text or b'')}")
             if place is not None and end:
@@ -75,24 +80,20 @@ async def adopted(found: ForeignCheckpoint) -> Adopted:
                 files[f"{name}/{own[-1]}"] = data
         items[name] = replace(item, data_files=own)
     sources: dict[str, SourceFile] = {}
-    slots = anyio.Semaphore(_CONCURRENT_LOOKS)
 
-    async def look(path: str, place: FilePlace) -> None:
-        async with slots:
-            fingerprint = await place.storage.fingerprint(place.folder, place.path)
+    async def look(path: str) -> None:
+        place = places[path]
+        fingerprint = await place.storage.fingerprint(place.folder, place.path)
         if fingerprint is None:
             raise CorruptCheckpointError(f"{place.location} is missing; it was damaged")
         sources[path] = SourceFile(place.place, place.path, sizes[path], fingerprint)
 
-    with located():
-        async with anyio.create_task_group() as tasks:
-            for path, place in places.items():
-                tasks.start_soon(look, path, place)
+    await for_each(look, places, _CONCURRENT_LOOKS)
     return Adopted(items, {path: sources[path] for path in places}, files)
 
 
 def _ends(item: ItemEntry) -> Sequence[int]:
-    """Return of every data file where its last chunk ends."""
+    """Return the end of the last chunk in every data file."""
     ends = [0] * len(item.data_files)
     for place in places_in(item, range(len(ends))):
         ends[place.file] = max(ends[place.file], place.end)

@@ -1,35 +1,113 @@
-"""Checkpoints of other libraries that are a file: which library has written which."""
+"""Checkpoints of other libraries in one file, recognized by content, whatever its name is."""
 
 from __future__ import annotations
 
-from ckpt._interop.flax.checkpoint import is_named_like_flax, open_flax
+import contextlib
+import re
+
+from msgspec.structs import replace
+
+from ckpt._interop.flax.checkpoint import open_flax
 from ckpt._interop.foreign import ForeignCheckpoint
-from ckpt._interop.numpy_files import SUFFIXES, open_numpy
-from ckpt._interop.safetensors.checkpoint import SUFFIX, open_safetensors
+from ckpt._interop.numpy_files import ARRAY, open_numpy
+from ckpt._interop.safetensors.checkpoint import SUFFIX, is_header, open_safetensors
+from ckpt.errors import (
+    CorruptCheckpointError,
+    NotACheckpointError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from ckpt.storage._base import Storage
 
+_HEAD_BYTES = 16
+# First bytes of an archive, and of a numpy array.
+_ARCHIVE, _ARRAY = (b"PK\3\4", b"PK\5\6"), b"\x93NUMPY"
+# First bytes of a msgpack dict, or of a Flax array in msgpack.
+_FLAX = frozenset([*range(0x80, 0x90), 0xDE, 0xDF, *range(0xC7, 0xCA), *range(0xD4, 0xD9)])
+_PARTS = "of weights of Flax in several files, which transformers reads (FlaxAutoModel)"
+# Unsupported files, by pattern of the name and of the first bytes.
+_UNREAD = (
+    ("", rb"\x89HDF\r\n", "HDF5, as Keras writes it, which keras and h5py read"),
+    ("", rb"\x80[\x02-\x05]", "a pickle, and to read one is to run the code in it"),
+    (r"(?<!\.msgpack)$", rb"\x92[\x91-\x9f]", "a stream of msgpack, which EasyLM writes and reads"),
+    (r"\.eqx$", b"", "a file of Equinox, which equinox.tree_deserialise_leaves reads"),
+    (r"-\d{5}-of-\d{5}\.msgpack$", b"", f"a part {_PARTS}"),
+)
 
-def is_read(name: str) -> bool:
-    """Tell whether a file of this name is read as a checkpoint."""
-    return name.endswith((SUFFIX, *SUFFIXES)) or is_named_like_flax(name)
 
-
-async def open_file(storage: Storage, name: str) -> ForeignCheckpoint | None:
+async def open_file(
+    storage: Storage, name: str, step: int | None = None
+) -> ForeignCheckpoint | None:
     """Return the checkpoint in a file, or in a directory of safetensors; None if there is none.
 
     Args:
         storage: The directory, or the place in a store.
-        name: The file or directory in it.
+        name: Name of the file or directory in it.
+        step: The step of the root that the file is, which only a Flax file can be; or None.
 
     Raises:
+        NotACheckpointError: The file is empty.
         CorruptCheckpointError: A file is damaged, or missing; names it.
-        UnsupportedFormatError: An array is of a kind that is not read; names it.
+        UnsupportedFormatError: The file, or an array in it, is of an unsupported kind; names it.
         StorageError: The store refused.
     """
-    if name.endswith(SUFFIXES):
-        return await open_numpy(storage, name)
-    if is_named_like_flax(name):
-        found = await open_flax(storage, name)
-        if found is not None:
-            return found
-    return await open_safetensors(storage, name)
+    where = f"{storage.location}/{name}"
+    head = await head_of(storage, name)
+    if step is not None:
+        found = await open_flax(storage, name) if is_flax(head) else None
+        return None if found is None else await _number_step(storage, name, step, found)
+    if head is None:
+        return await _directory(storage, name, where)
+    if not head:
+        raise NotACheckpointError(f"{where} is an empty file")
+    for called, begins, what in _UNREAD:
+        if re.search(called, name) and re.match(begins, head):
+            raise _unread(where, what)
+    is_array = head.startswith(_ARRAY) or name.endswith(ARRAY)
+    if is_array or head.startswith(_ARCHIVE) or name.endswith(".npz"):
+        return await open_numpy(storage, name, is_archive=not is_array)
+    if name.endswith(SUFFIX) or is_header(head):
+        return await open_safetensors(storage, name, is_file=True)
+    return await open_flax(storage, name) if is_flax(head) or name.endswith(".msgpack") else None
+
+
+async def head_of(storage: Storage, name: str) -> bytes | None:
+    """Return the first bytes of a file; None if there is no such file."""
+    head = bytearray(_HEAD_BYTES)
+    # It may be shorter than that, a directory, or missing.
+    with contextlib.suppress(CorruptCheckpointError, StorageError):
+        await storage.read_block("", name, 0, memoryview(head))
+        return bytes(head)
+    with contextlib.suppress(CorruptCheckpointError):
+        return await storage.read("", name, _HEAD_BYTES)
+    return None
+
+
+def is_flax(head: bytes | None) -> bool:
+    """Return True if a file with these first bytes looks like a Flax file."""
+    return bool(head and head[0] in _FLAX and not re.match(rb"\x80.", head, re.DOTALL))
+
+
+async def _number_step(
+    storage: Storage, name: str, step: int, found: ForeignCheckpoint
+) -> ForeignCheckpoint:
+    attempt = await storage.fingerprint("", name)
+    manifest = replace(found.manifest, step=step, attempt=attempt or found.manifest.attempt)
+    return replace(found, manifest=manifest)
+
+
+async def _directory(storage: Storage, name: str, where: str) -> ForeignCheckpoint | None:
+    found = await open_safetensors(storage, name, is_file=False)
+    if found is None:
+        with contextlib.suppress(StorageError):
+            for path in await storage.files(name):
+                if path.endswith(".msgpack.index.json"):
+                    raise _unread(f"{where}/{path}", f"the index {_PARTS}")
+    return found
+
+
+def _unread(where: str, what: str) -> UnsupportedFormatError:
+    return UnsupportedFormatError(
+        f"{where} is {what}. It is not read here: load it with what wrote it, and save the arrays "
+        "with ckpt.save"
+    )

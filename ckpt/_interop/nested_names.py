@@ -1,24 +1,29 @@
-"""Names with separators in them, taken apart: a tree of what a file has under flat names. Pure."""
+"""A tree from flat names, split at their separators."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt._redaction import redact
 from ckpt._tree.leaf_names import MAX_DEPTH
 from ckpt.errors import UnsupportedFormatError
 
+logger = logging.getLogger("ckpt")
 
-def nested(names: Mapping[str, Any], where: str, separators: str = ".") -> dict[str, Any] | None:
-    """Return a tree of what has names with separators; None if one name is part of another.
 
-    `{"a.b": 1, "a.c": 2}` becomes `{"a": {"b": 1, "c": 2}}`.
+def nested(names: Mapping[str, Any], where: str, separators: str = ".") -> Mapping[str, Any]:
+    """Return a tree from values with flat names.
+
+    `{"a.b": 1, "a.c": 2}` becomes `{"a": {"b": 1, "c": 2}}`. If one name is a prefix of another,
+    the names stay flat, and a warning says so.
 
     Args:
-        names: What there is, by name.
+        names: The values, by flat name.
         where: The file, for messages.
-        separators: The characters at which names are taken apart.
+        separators: The characters at which names are split.
 
     Raises:
         UnsupportedFormatError: A name has more parts than any tree has levels.
@@ -36,7 +41,11 @@ def nested(names: Mapping[str, Any], where: str, separators: str = ".") -> dict[
     inner = {path[:end] for path in leaves for end in range(1, len(path))}
     # With several separators, two names may be the same path.
     if inner & leaves or len(leaves) != len(paths):
-        return None
+        logger.warning(
+            "%s: some names are parts of others, so the names are the keys of one dict",
+            redact(where),
+        )
+        return names
     tree: dict[str, Any] = {}
     for name, value in names.items():
         *keys, last = paths[name]

@@ -1,56 +1,69 @@
-"""Arrays that are one run of bytes in a file of another library, as leaves of a manifest."""
+"""Arrays that are contiguous in a file of another library, as leaves of a manifest."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 
 import jax
+from msgspec import Struct
 
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry
 
-# They are read in blocks of rows, so that a process reads little more than the rows that its
-# devices need: at most a sixteenth of an array, or a MiB, at either end. Larger blocks than 8 MiB
-# are no faster.
+# Arrays are read in blocks of rows. A process then reads little more than the rows that its devices
+# need: at most a sixteenth of an array, or a MiB, at either end. Blocks larger than 8 MiB are no
+# faster.
 _BLOCKS, _LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 16, 1 << 20, 8 << 20
+
+# Fills a buffer with the bytes of a file from an offset on.
+Fill = Callable[[int, memoryview], Awaitable[None]]
 
 
 def kind_of(dtype: str) -> str:
-    """Return what an array comes back as, of which a file does not say whose it was.
+    """Return the kind of array that is restored if the file does not record one.
 
-    An array of jax as a rule. Where `jax_enable_x64` is off, one of 64 bits is an array of numpy,
-    as it was saved: jax would cut it.
+    Normally this is a jax array. If `jax_enable_x64` is off, a 64-bit array is restored as a numpy
+    array, with its dtype: jax would truncate it.
     """
     stored = parse_dtype(dtype)
     return "jax" if jax.dtypes.canonicalize_dtype(stored) == stored else "numpy"
 
 
-def leaf_of_run(
-    name: str,
-    kind: str,
-    dtype: str,
-    shape: Sequence[int],
-    file: int,
-    offset: int,
-    *,
-    in_blocks: bool = True,
-) -> LeafEntry:
-    """Return the leaf of an array whose elements follow each other, in C order.
+class StoredRun(Struct, frozen=True):
+    """An array in a file of another library with its elements contiguous in C order.
 
-    Args:
-        name: Its name.
-        kind: What it comes back as; see `LeafForm`.
-        dtype: Its dtype, by the name it has in a manifest.
+    Attributes:
+        dtype: Name of its dtype in a manifest.
         shape: Its shape.
-        file: Number of its data file.
-        offset: Its first byte there.
-        in_blocks: Whether a block of its rows can be read alone.
+        offset: Offset of its first byte in the file.
+        file: Number of the file.
+        fill: Fills a buffer with its bytes from an offset on; None if they are so in the file.
+        in_blocks: True if a block of its rows can be read alone.
+        kind: Kind of the restored array, instead of `kind_of`; see `LeafForm`.
+        check: Checksum that distinguishes it from another array like it.
     """
-    shape = tuple(shape)
-    nbytes = math.prod(shape) * parse_dtype(dtype).itemsize
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = 0
+    file: int = 0
+    fill: Fill | None = None
+    in_blocks: bool = True
+    kind: str | None = None
+    check: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return math.prod(self.shape) * parse_dtype(self.dtype).itemsize
+
+
+def leaf_of_run(name: str, run: StoredRun) -> LeafEntry:
+    """Return the leaf of an array."""
+    shape, nbytes = run.shape, run.nbytes
     chunks, count, step = tuple(max(n, 1) for n in shape), 1 if nbytes else 0, 0
-    if in_blocks and shape and nbytes:
+    if run.in_blocks and shape and nbytes:
         row = nbytes // shape[0]
         block = min(max(nbytes // _BLOCKS, _LEAST_BLOCK_BYTES), _MOST_BLOCK_BYTES)
         rows = min(max(block // row, 1), shape[0])
@@ -58,12 +71,12 @@ def leaf_of_run(
         count = -(-shape[0] // rows)
     return LeafEntry(
         name,
-        kind,
-        dtype,
+        run.kind or kind_of(run.dtype),
+        run.dtype,
         shape,
         chunks,
         (UNCHECKED,) * count,
-        tuple(offset + number * step for number in range(count)),
-        (file,) * count,
+        tuple(run.offset + number * step for number in range(count)),
+        (run.file,) * count,
         committed=False,
     )

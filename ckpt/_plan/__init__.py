@@ -1,1 +1,1 @@
-"""Planning: where the bytes of a tree go, and which bytes a target needs. Pure, no I/O."""
+"""Planning: the places of a tree's bytes, and the bytes that a target needs. Pure, no I/O."""

@@ -1,4 +1,4 @@
-"""Adapting: what is stored is changed to what the target wants, if they differ on purpose."""
+"""Adapting: stored leaves are changed to fit a target that differs from them on purpose."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ _SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """How one item's leaves were restored.
+    """The result of a restore for the leaves of one item.
 
     Attributes:
         item: Name of the item.
         used: Stored leaf paths that were loaded.
-        unused: Stored leaf paths that were not.
-        kept: Leaf paths of the target that kept the target's own value, functions aside.
+        unused: Stored leaf paths that were not loaded.
+        kept: Leaf paths of the target that kept their own value, functions aside; with
+            `missing="keep"` these may also be shapes, types and `...`.
 
     Example:
         ```python
@@ -54,15 +55,15 @@ class RestoreReport:
 
 @dataclass(frozen=True, slots=True)
 class Adapt:
-    """What may differ between a checkpoint and the target it is loaded into.
+    """The differences that are allowed between a checkpoint and the target it is loaded into.
 
-    Without it nothing may differ: every leaf of one must be in the other. Leaf paths are written as
-    in messages and `metadata()`, `params.layers.0.kernel`. In a pattern `*` stands for any text
-    within one key and a key `**` for any number of keys; a pattern covers what it matches and
+    Without it none is allowed: every leaf of one must be in the other. Leaf paths are written as in
+    messages and `metadata()`, `params.layers.0.kernel`. In a pattern `*` stands for any text within
+    one key and a key `**` for any number of keys; a pattern covers each path that it matches and
     everything below. A slash in a key may be written `/` or `%2F`, as it is shown. A pattern that
     covers no leaf is an error. If several patterns of a mapping cover a leaf, the first one counts.
 
-    The steps are taken in the order of the attributes.
+    The attributes are applied in their order here.
 
     Attributes:
         select: Load only these stored leaves: a pattern, a function of the leaf path, or several.
@@ -71,13 +72,15 @@ class Adapt:
             stand for those of its new path, or as a function of the leaf path.
         transforms: Functions from `ckpt.surgery`, taken in the order of the list. Without a target
             the tree is restored as nested dicts by leaf path if leaves were renamed or transformed.
-        cast: `{pattern: dtype}` that arrays are cast to, also of another kind; or one dtype for
-            all arrays of its kind. (Within one kind, as from float32 to bfloat16, the dtype of the
+        cast: `{pattern: dtype}` that arrays are cast to, also of another kind; or one dtype for all
+            arrays of its kind. (Within one kind, as from float32 to bfloat16, the dtype of the
             target is enough.)
         resize: `pad` fills arrays smaller than the target's with zeros at the end of each axis,
             `truncate` cuts larger ones, `both` does either; or `{pattern: choice}`.
-        missing: Whether target leaves that are not stored are an error or keep their own value.
-        extra: Whether stored leaves that the target does not have are an error or are ignored.
+        missing: `error` if target leaves that are not stored are an error; `keep` if they keep
+            their value, shape or `...`.
+        extra: `error` if stored leaves that the target does not have are an error; `ignore` if they
+            are ignored.
         report: Called with a `RestoreReport` for every item that was loaded.
 
     Raises:
@@ -100,7 +103,7 @@ class Adapt:
     report: Callable[[RestoreReport], object] | None = None
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a checkpoint."""
+        """Check all that can be checked without a checkpoint."""
         one_of("missing", self.missing, get_args(Missing), of="Adapt")
         one_of("extra", self.extra, get_args(Extra), of="Adapt")
         if self.select is not None:
@@ -108,7 +111,10 @@ class Adapt:
         for name in ("rename", "cast", "resize"):
             rules = getattr(self, name)
             for pattern in rules if isinstance(rules, Mapping) else ():
-                _check_pattern(name, pattern)
+                try:
+                    compile_pattern(pattern)
+                except InvalidArgumentError as error:
+                    raise InvalidArgumentError(f"{name}: {error.message}") from error
         _check_rename(self.rename)
         for choice in _values(self.resize):
             one_of("resize", choice, get_args(Resize), of="Adapt")
@@ -127,18 +133,18 @@ class Adapt:
         return None if found is None else dtype_of(found)
 
     def resize_for(self, path: str) -> Resize | None:
-        """Return how the array at `path` may be resized, or None."""
+        """Return the kind of resize allowed for the array at `path`, or None."""
         found: Resize | None = _value_for(self.resize, path)
         return found
 
 
-class Stored(Struct, frozen=True):
+class SourceArrays(Struct, frozen=True):
     """The arrays that an item can be restored from.
 
     Attributes:
-        sources: By leaf path, in the order of the stored leaves.
+        sources: The arrays by leaf path, in the order of the stored leaves.
         unselected: Stored leaf paths that were not selected.
-        moved: Whether paths differ from those of the stored tree.
+        moved: True if paths differ from those of the stored tree.
         shardings: The stored shardings of the item, by number.
     """
 
@@ -148,7 +154,7 @@ class Stored(Struct, frozen=True):
     shardings: Sequence[ShardingEntry]
 
 
-def adapted(item: ItemEntry, adapt: Adapt) -> Stored:
+def adapted(item: ItemEntry, adapt: Adapt) -> SourceArrays:
     """Return the arrays of an item: selected, renamed and transformed.
 
     Raises:
@@ -176,7 +182,7 @@ def adapted(item: ItemEntry, adapt: Adapt) -> Stored:
             _deciding(what, rules, list(sources))
     if adapt.cast is not None and not isinstance(adapt.cast, Mapping):
         _check_cast(dtype_of(adapt.cast), sources)
-    return Stored(sources, unselected, moved, item.shardings)
+    return SourceArrays(sources, unselected, moved, item.shardings)
 
 
 class _AsStored(Mapping[str, VirtualArray]):
@@ -195,7 +201,7 @@ class _AsStored(Mapping[str, VirtualArray]):
         return VirtualArray.of(entry, number if entry.same_as is None else entry.same_as, path)
 
     def get(self, path: str, default: Any = None) -> Any:
-        # The one of `Mapping` catches an exception for each leaf that is looked up.
+        # The method of `Mapping` catches an exception for each leaf that is looked up.
         return self[path] if path in self._numbers else default
 
     def __iter__(self) -> Iterator[str]:
@@ -209,7 +215,7 @@ class _AsStored(Mapping[str, VirtualArray]):
 
 
 def _check_cast(dtype: np.dtype[Any], sources: Mapping[str, VirtualArray]) -> None:
-    """Refuse one dtype for all arrays of its kind where there is no such array."""
+    """Refuse a dtype for all arrays of its kind if there is no such array."""
     found = {
         source.entry.dtype
         for source in sources.values()
@@ -244,7 +250,7 @@ def _check_covers(
 
 
 def _deciding(what: str, patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
-    """Return the first pattern that covers each leaf, for all leaves that are covered."""
+    """Return the first pattern that covers each leaf; uncovered leaves are left out."""
     first: dict[str, str] = {}
     for text in patterns:
         covered = _check_covers(what, text, compile_pattern(text).covers, names)
@@ -309,7 +315,7 @@ def dtype_of(dtype: Any) -> np.dtype[Any]:
     """Return a dtype that arrays can be cast to.
 
     Raises:
-        InvalidArgumentError: It is none that can be stored.
+        InvalidArgumentError: The dtype cannot be stored.
     """
     found = storable_dtype(dtype)
     if found is None:
@@ -339,13 +345,6 @@ def _check_select(rule: PathRule) -> None:
         raise InvalidArgumentError(f"select: {error.message}") from error
     if not parts:
         raise InvalidArgumentError("select=[]: expected at least one pattern")
-
-
-def _check_pattern(name: str, pattern: str) -> None:
-    try:
-        compile_pattern(pattern)
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"{name}: {error.message}") from error
 
 
 def _check_rename(rename: object) -> None:

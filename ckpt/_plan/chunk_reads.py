@@ -1,10 +1,10 @@
-"""Which bytes of data files are read for which boxes of which arrays. Pure.
+"""The bytes of data files to read, and the boxes of arrays that they fill. Pure.
 
 `plan_chunk_reads` finds the stored chunks that the arrays need, each once. `plan_requests` turns
-them into read requests: small chunks that are neighbours in a file are read at once.
+them into read requests: small chunks that are neighbours in a file are read in one request.
 
-Neither knows of devices: an array says which regions of it are needed. So the same plan is made for
-a process that restores and for one that exists only on paper. This module needs no jax.
+Neither knows of devices: an array lists the regions of it that are needed. So the same plan is made
+for a process that restores and for one that exists only on paper. This module needs no jax.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from ckpt._plan.slices.strides import Stride
 from ckpt._plan.write_batches import BATCH_BYTES
 from ckpt.errors import TargetMismatchError
 
-# Larger chunks get a request of their own, straight into their place in memory. Up to this size a
-# copy costs less than a request: 500 leaves of 512 KiB took twice the processor time singly.
+# Largest chunk that is read in one request with others; a larger one is read straight into its
+# place. Up to this size a copy costs less than a request: 500 leaves of 512 KiB took twice the
+# processor time singly.
 COALESCED_BYTES = 1 << 20
-# The largest gap that is read along with its neighbours; shorter reads would not be faster.
+# Largest gap that is read along with its neighbours; a shorter read would not be faster.
 _LARGEST_GAP = 64 << 10
 
-# Requests in progress, of all items: enough to keep the cores and the queue of a disk busy. What is
-# compressed is decoded by the thread that has read it.
+# Most requests in progress, over all items: enough to keep the cores and the queue of a disk busy.
+# The thread that has read an encoded chunk decodes it.
 CONCURRENT_REQUESTS = max(4, min(os.cpu_count() or 1, 16))
 
-_Places = dict[tuple[int, ...], list["Use"]]
+_Places = dict[tuple[int, ...], list["ChunkUse"]]
 
 
 class NeededArray(Protocol):
@@ -50,7 +51,7 @@ class NeededArray(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Shape of the array."""
 
     @property
     def leaf(self) -> int | None:
@@ -58,24 +59,24 @@ class NeededArray(Protocol):
 
     @property
     def pieces(self) -> tuple[ArraySlice, ...]:
-        """Otherwise the slices that it is made of."""
+        """The slices that it is made of if it is no whole leaf."""
 
     @property
     def regions(self) -> Sequence[Region]:
         """The distinct regions that the process needs."""
 
 
-# Not frozen, nor is `ChunkRead`: there may be a hundred thousand, and frozen ones take three times
-# as long to make.
-class Use(Struct, eq=False, gc=False):
-    """Which box of a stored chunk goes where.
+# Not frozen, like `ChunkRead`: there may be a hundred thousand, and frozen ones take three times as
+# long to make.
+class ChunkUse(Struct, eq=False, gc=False):
+    """A box of a stored chunk and its place in an array.
 
     Attributes:
         read: Number of the array that is read.
         region: Number of the region of it that this process needs.
         source: The box, within the chunk.
-        target: The same box within the region; its lengths are equal but for axes of length one.
-        strides: If there are any, those of the elements that go from one box to the other.
+        target: The same box within the region; lengths are equal but for axes of length one.
+        strides: Strides of the elements that go from one box to the other; empty for all elements.
     """
 
     read: int
@@ -91,17 +92,18 @@ class ChunkRead(Struct, eq=False, gc=False):
     Attributes:
         leaf: The stored leaf's entry.
         number: Number of the chunk in C order of the leaf's chunk grid.
-        covered: The part of the stored array that it holds.
-        uses: What it is read for.
-        file: Number of its data file, among those of the item.
-        start, end: The bytes to read there; padding behind the elements is left out.
+        covered: The part of the stored array that the chunk holds.
+        uses: The boxes that the chunk is read for.
+        file: Number of its data file, among the data files of the item.
+        start, end: First byte to read and the byte after the last; padding after the elements is
+            left out.
         nbytes: Bytes of its elements.
     """
 
     leaf: LeafEntry
     number: int
     covered: Region
-    uses: tuple[Use, ...]
+    uses: tuple[ChunkUse, ...]
     file: int
     start: int
     end: int
@@ -109,7 +111,7 @@ class ChunkRead(Struct, eq=False, gc=False):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the bytes to read are the elements: not encoded, and without padding."""
+        """True if the bytes to read are the elements: not encoded, and without padding."""
         return self.leaf.codec is None and self.end - self.start == self.nbytes
 
 
@@ -118,7 +120,7 @@ class ByteRange(Struct, frozen=True, order=True, gc=False):
 
     Attributes:
         path: The file, relative to the step.
-        start, end: Its first byte, and the one behind its last.
+        start, end: Offsets of the first byte and of the byte after the last.
     """
 
     path: str
@@ -127,15 +129,14 @@ class ByteRange(Struct, frozen=True, order=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """How many there are."""
         return self.end - self.start
 
 
 class ReadRequest(Struct, frozen=True):
-    """What is read at once.
+    """Bytes that are read in one request, with the chunks in them.
 
     Attributes:
-        source: The bytes.
+        source: The bytes to read.
         chunks: The chunks among them, in their order in the file.
         nbytes: Bytes of the elements of these chunks.
     """
@@ -146,15 +147,15 @@ class ReadRequest(Struct, frozen=True):
 
 
 def is_read_whole(leaf: LeafEntry) -> bool:
-    """Tell whether a leaf is read as one region, however the array is sharded.
+    """Return True if a leaf is read as one region, however the array is sharded.
 
-    A packed leaf is: it is small, and jax cuts many such arrays in one call.
+    Packed leaves are: they are small, and jax cuts many such arrays in one call.
     """
     return leaf.packed and bool(leaf.digests)
 
 
 def plan_chunk_reads(leaves: Sequence[LeafEntry], reads: Sequence[NeededArray]) -> list[ChunkRead]:
-    """Return the chunks that `reads` need, each once: those of packed leaves, then all others.
+    """Return the chunks that `reads` need, each once: chunks of packed leaves, then all others.
 
     Both are in the order of the first array that needs each leaf.
 
@@ -170,8 +171,8 @@ def plan_chunk_reads(leaves: Sequence[LeafEntry], reads: Sequence[NeededArray]) 
             everything = whole(read.shape)
             leaf = leaves[read.leaf]
             if is_read_whole(leaf):
-                # Thousands of leaves are one chunk for one array, and take a short way.
-                use = Use(number, 0, everything, everything)
+                # Fast path: thousands of leaves are one chunk for one array.
+                use = ChunkUse(number, 0, everything, everything)
                 known = packed.get(read.leaf)
                 if known is None:
                     packed[read.leaf] = _chunk_read(leaf, everything.offset, (use,))
@@ -183,7 +184,7 @@ def plan_chunk_reads(leaves: Sequence[LeafEntry], reads: Sequence[NeededArray]) 
             for piece in pieces:
                 places = wanted.setdefault(piece.leaf, {})
                 _add_uses(places, leaves[piece.leaf], piece, number, position, region)
-    # A leaf of which another array wants a part is read once, too.
+    # If another array wants a part of such a leaf, the leaf is read once, too.
     for leaf_number in packed.keys() & wanted.keys():
         for uses in wanted.pop(leaf_number).values():
             packed[leaf_number].uses += tuple(uses)
@@ -198,7 +199,7 @@ def plan_chunk_reads(leaves: Sequence[LeafEntry], reads: Sequence[NeededArray]) 
 def _add_uses(
     places: _Places, leaf: LeafEntry, piece: ArraySlice, read: int, position: int, region: Region
 ) -> None:
-    """Note which chunks of `leaf` a region of an array needs by way of `piece`."""
+    """Note the chunks of `leaf` that a region of an array needs by way of `piece`."""
     part = region.intersect(piece.target)
     if part is None:
         return
@@ -211,7 +212,7 @@ def _add_uses(
         source = needed.intersect(covered)
         assert source is not None
         target = piece.to_target(source)
-        use = Use(read, position, source.within(covered), target.within(region))
+        use = ChunkUse(read, position, source.within(covered), target.within(region))
         places.setdefault(place, []).append(use)
 
 
@@ -223,13 +224,13 @@ def _add_strided_uses(
             covered = chunk_region(place, leaf.chunks, leaf.shape)
             for each in part.in_source(covered):
                 source, target = each.source.within(covered), each.target.within(region)
-                use = Use(read, position, source, target, each.strides)
+                use = ChunkUse(read, position, source, target, each.strides)
                 places.setdefault(place, []).append(use)
 
 
-def _chunk_read(leaf: LeafEntry, place: tuple[int, ...], uses: tuple[Use, ...]) -> ChunkRead:
+def _chunk_read(leaf: LeafEntry, place: tuple[int, ...], uses: tuple[ChunkUse, ...]) -> ChunkRead:
     if leaf.packed:
-        # There may be thousands, each of one chunk that is the array.
+        # Fast path: there may be thousands of leaves whose one chunk is the array.
         number, covered = 0, whole(leaf.shape)
     else:
         number = position_in_grid(place, chunk_grid(leaf.shape, leaf.chunks))
@@ -256,15 +257,15 @@ def chunks_elsewhere(
 ) -> tuple[list[ChunkRead], list[ChunkRead]]:
     """Return the chunks that another copy of their item has, and those that it does not have.
 
-    A copy that was written anew may have cut an array otherwise. A chunk without a digest could be
-    anything.
+    A copy that was written anew may have cut an array in another way. A chunk without a digest
+    cannot be compared.
 
     Args:
         chunks: The chunks.
         leaves: The leaves of the copy, by name.
 
     Returns:
-        The chunks as they are in the copy, and the others as they were.
+        The chunks with their places in the copy, and the other chunks unchanged.
     """
     there: list[ChunkRead] = []
     left: list[ChunkRead] = []
@@ -289,19 +290,19 @@ def chunks_elsewhere(
     return there, left
 
 
-# Thousands of chunks have a few shapes.
+# Cached: thousands of chunks have a few shapes.
 @functools.lru_cache(maxsize=1024)
 def _nbytes(dtype: str | None, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * parse_dtype(dtype).itemsize
 
 
 def _is_contiguous(inside: tuple[int, ...], chunk: tuple[int, ...]) -> bool:
-    """Tell whether the corner of shape `inside` is one run of the memory of a chunk."""
+    """Return True if the corner of shape `inside` is one run of the memory of a chunk."""
     return inside == chunk or Region((0,) * len(chunk), inside).is_contiguous_in(chunk)
 
 
 def request_bytes(budget: int) -> int:
-    """Return the most bytes of a coalesced request of a process with this budget of memory."""
+    """Return the most bytes of a coalesced request in a process with this memory budget."""
     return min(BATCH_BYTES, budget // CONCURRENT_REQUESTS)
 
 
@@ -333,7 +334,7 @@ def plan_requests(
 
 
 def _coalesced(chunks: Sequence[ChunkRead], limit: int) -> Iterator[list[ChunkRead]]:
-    """Yield neighbours among chunks that are sorted by their places."""
+    """Yield groups of neighbours among chunks that are sorted by their places."""
     group: list[ChunkRead] = []
     end = 0
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Chunking: how one leaf is cut into chunks, and which of them this process writes. Pure."""
+"""Chunking: cuts one leaf into chunks, and finds those that this process writes. Pure."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from ckpt.errors import UnsupportedLeafError
 
 Shape = tuple[int, ...]
 
-# A leaf up to this size is packed. Gathering a whole leaf costs a few microseconds; a larger one is
-# worth a chunk for every shard, so that each owner writes its own.
+# Largest leaf that is packed. Gathering a whole leaf costs a few microseconds; for a larger one a
+# chunk for every shard is worth it, so that each owner writes its own.
 PACKED_BYTES = 256 << 10
-# A chunk must be small enough for resharded reads.
+# Largest chunk: chunks must be small enough for resharded reads.
 CHUNK_BYTES = 32 << 20
-# Chunks to be compressed are smaller: each keeps one thread busy, and is held three times
+# Largest chunk to be compressed: each keeps one thread busy, and takes its memory three times
 # meanwhile.
 COMPRESSED_CHUNK_BYTES = 8 << 20
-# A large item has larger batches, so that it has no more than about this number of files.
+# Approximate limit of files in an item: a large item has larger batches instead.
 _MOST_FILES = 256
 METADATA_KEY = "zarr.json"
 _NO_FORMAT = ArrayFormat()
 
 
 class LeafPlan(Struct, frozen=True, gc=False):
-    """Where one leaf goes.
+    """The chunks of one leaf, and its entries in the database.
 
     Attributes:
-        name: Its stored name.
-        spec: What it is.
+        name: Stored name of the leaf.
+        spec: Spec of the leaf.
         chunk: Chunk shape of its array.
         grid: Number of chunks along every axis.
-        packed: Whether the whole array is one chunk, beside those of other small leaves.
+        packed: True if the whole array is one chunk, in a batch with other small leaves.
         metadata: Its `zarr.json`, or None for a leaf that is not in the database.
-        compression: How its chunks are encoded, or None.
+        compression: Compression of its chunks, or None.
     """
 
     name: str
@@ -61,6 +61,11 @@ class LeafPlan(Struct, frozen=True, gc=False):
     packed: bool
     metadata: bytes | None
     compression: Compression | None = None
+
+    @property
+    def has_chunks(self) -> bool:
+        """True if the leaf has stored chunks of its own."""
+        return self.metadata is not None and 0 not in self.spec.shape and self.spec.same_as is None
 
 
 class Limits(Struct, frozen=True):
@@ -83,9 +88,9 @@ def limits_of(
     Args:
         nbytes: Bytes of all its arrays.
         budget_bytes: The staging budget of every process.
-        processes: How many there are.
+        processes: Number of processes.
         largest: Most bytes of a file, or None.
-        usual: About the best size of a file, or None for the best on a disk.
+        usual: Approximate best size of a file, or None for the best on a disk.
     """
     share = nbytes // processes
     batch = min(max(usual or BATCH_BYTES, share // _MOST_FILES), budget_bytes // 4)
@@ -93,38 +98,39 @@ def limits_of(
         return Limits(batch, batch, budget_bytes // 2)
     largest = largest // SECTOR * SECTOR
     batch = min(batch, largest)
-    # Small chunks can get three times as long, with what aligns them.
+    # Alignment can make small chunks three times as long.
     return Limits(batch, min(batch, largest // 4), min(budget_bytes // 2, largest))
 
 
 class LeafPlanner:
-    """Plans leaf by leaf. Thousands of leaves are alike in all but their names."""
+    """Plans leaf by leaf. Thousands of leaves differ only in their names."""
 
     def __init__(self, limits: Limits) -> None:
-        """Plan for chunks and batches of at most that size."""
         self._limits = limits
-        # By identity: leaves that are alike have the same spec, and the plans keep it alive.
+        # Keyed by identity: leaves that are alike have the same spec, and the plans keep it alive.
         self._alike: dict[int, tuple[LeafPlan, int]] = {}
-        # The `zarr.json` of all kinds of arrays so far.
+        # The `zarr.json` of each kind of array so far.
         self._documents: dict[tuple[object, ...], bytes] = {}
 
     def plan(self, name: str, spec: LeafSpec, placement: ArrayPlacement | None) -> LeafPlan:
-        """Return where one leaf goes.
+        """Return the plan of one leaf.
 
         Args:
-            name: Its stored name.
-            spec: What it is.
-            placement: How it is placed on several processes, or None where it is on this one alone.
+            name: Stored name of the leaf.
+            spec: Spec of the leaf.
+            placement: Its placement on several processes, or None if it is on this one alone.
 
         Raises:
-            UnsupportedLeafError: Its name is too long to be a key of a database.
+            UnsupportedLeafError: The name is too long to be a key of a database.
         """
         if spec.dtype is None:
             return LeafPlan(name, spec, (), (), packed=False, metadata=None)
         known = self._alike.get(id(spec)) if placement is None else None
         if known is None:
             first = _plan_leaf(name, spec, self._limits, self._documents, placement)
-            known = first, _longest_name(first.grid)
+            # The most bytes of a name with which the keys of its chunks fit a database.
+            last = chunk_key([max(n - 1, 0) for n in first.grid])
+            known = first, MAX_KEY_BYTES - 1 - max(len(last), len(METADATA_KEY))
             if placement is None:
                 self._alike[id(spec)] = known
         like, longest = known
@@ -166,7 +172,8 @@ def _plan_leaf(
         shard = spec.sharding.shard_shape(spec.shape)
     axes = () if packed else _axes_first(spec, chosen, shard)
     if spec.chunk is not None and math.prod(spec.chunk) * itemsize <= chunk_bytes and not packed:
-        # Others would be read several times, for each of ours that has a part of them.
+        # With other chunks, a chunk of the source would be read several times, once for each new
+        # chunk that has a part of it.
         chunk = spec.chunk
     else:
         most = max(chunk_bytes, itemsize)
@@ -179,7 +186,7 @@ def _plan_leaf(
 
 
 def _axes_first(spec: LeafSpec, chosen: ArrayFormat, shard: Sequence[int]) -> tuple[int, ...]:
-    """Return the axes that are cut before the first ones."""
+    """Return the axes that are cut before the others."""
     if chosen.split_axes is not None:
         return tuple(dict.fromkeys(axis % len(spec.shape) for axis in chosen.split_axes))
     if chosen.chunk_bytes is None:
@@ -188,19 +195,8 @@ def _axes_first(spec: LeafSpec, chosen: ArrayFormat, shard: Sequence[int]) -> tu
     return tuple(axis for axis, (part, length) in enumerate(lengths) if part < length)
 
 
-def _longest_name(grid: tuple[int, ...]) -> int:
-    """Return the most bytes of the name of a leaf whose chunks have keys in a database."""
-    last = chunk_key([max(n - 1, 0) for n in grid])
-    return MAX_KEY_BYTES - 1 - max(len(last), len(METADATA_KEY))
-
-
-def has_chunks(leaf: LeafPlan) -> bool:
-    """Tell whether chunks of a leaf are stored for its own sake."""
-    return leaf.metadata is not None and 0 not in leaf.spec.shape and leaf.spec.same_as is None
-
-
 def whole_leaf_chunks(number: int, leaf: LeafPlan, group: ProcessGroup | None) -> Iterable[Chunk]:
-    """Yield the chunks of a leaf of which this process writes all."""
+    """Yield the chunks of a leaf that this process writes alone."""
     spec = leaf.spec
     shape = spec.shape
     if leaf.packed:
@@ -227,7 +223,7 @@ def whole_leaf_chunks(number: int, leaf: LeafPlan, group: ProcessGroup | None) -
 def add_leaf(
     partitioner: Partitioner, number: int, leaf: LeafPlan, placement: ArrayPlacement
 ) -> None:
-    """Tell the partitioner what groups of this process have to write of a leaf."""
+    """Add the chunks of a leaf to the work of this process's groups."""
     stored = _stored_bytes(leaf)
     if leaf.packed:
         if placement.whole_group is not None:
@@ -244,13 +240,13 @@ def shared_chunks(
     placement: ArrayPlacement,
     wanted: Mapping[tuple[int, ReplicaGroup], Sequence[int]],
 ) -> Iterable[Chunk]:
-    """Yield chunks of a leaf that several processes hold, this one among them.
+    """Yield this process's chunks of a leaf that it holds together with other processes.
 
     Args:
         number: Number of the leaf.
         leaf: Its plan.
-        placement: How it is placed on the processes.
-        wanted: Which of them, by leaf and group; see `Partitioner`.
+        placement: Its placement on the processes.
+        wanted: The chunks to yield, by leaf and group; see `Partitioner`.
     """
     if leaf.packed:
         if placement.whole_group is not None and wanted.get((number, placement.whole_group)):
@@ -268,7 +264,7 @@ def shared_chunks(
             place = _place(shard.place, grid, turn % in_shard)
             covered = chunk_region(place, leaf.chunk, shape)
             corner = tuple(at * n for at, n in zip(shard.place, shard_shape, strict=True))
-            # No other shard has a part of it.
+            # No other shard has a part of this chunk.
             source = covered.within(Region(corner, shard_shape))
             part = ChunkPart(shard.shard, source, whole(covered.shape))
             position = position_in_grid(place, leaf.grid)

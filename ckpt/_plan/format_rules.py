@@ -1,8 +1,10 @@
-"""Format rules: how leaves are stored, by leaf path."""
+"""Format rules: the stored format of leaves, by leaf path."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import jax
 from msgspec import Struct
@@ -16,12 +18,16 @@ from ckpt._tree.patterns import Pattern, compile_pattern
 from ckpt._tree.suggestions import near_miss
 from ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedLeafError
 
-# By pattern of leaf paths, of which the first that covers a leaf counts; or a function of the leaf
-# path and the shape and dtype of the array.
+# Formats by pattern of leaf paths, of which the first that covers a leaf counts; or a function of
+# the leaf path and the shape and dtype of the array; or one format for all arrays, whose dtype
+# applies to arrays of its kind.
 Formats = (
-    Mapping[str, ArrayFormat | str] | Callable[[str, jax.ShapeDtypeStruct], ArrayFormat | None]
+    Mapping[str, ArrayFormat | str]
+    | Callable[[str, jax.ShapeDtypeStruct], ArrayFormat | None]
+    | ArrayFormat
+    | str
 )
-# Not PRNG keys, whose dtype is fixed, and not Python scalars, which have none.
+# Without PRNG keys, whose dtype is fixed, and Python scalars, which have none.
 _FORMATTED_KINDS = frozenset({"jax", "numpy", "numpy_scalar"})
 
 
@@ -29,7 +35,7 @@ class Formatted(Struct, frozen=True):
     """The leaves of an item with their formats.
 
     Attributes:
-        specs: What every leaf is and how it is stored.
+        specs: Spec of every leaf, including its format.
         paths: The leaf paths.
         used: Numbers of the patterns that were applied to an array.
     """
@@ -40,13 +46,13 @@ class Formatted(Struct, frozen=True):
 
 
 class FormatRules(Struct, frozen=True):
-    """Formats, checked: patterns in their order, or a function."""
+    """Checked formats: patterns in their order, or a function."""
 
     patterns: tuple[tuple[Pattern, ArrayFormat], ...]
     function: Callable[[str, jax.ShapeDtypeStruct], ArrayFormat | None] | None = None
 
     def find(self, path: str, spec: LeafSpec) -> tuple[ArrayFormat | None, int | None]:
-        """Return the format of an array, and the number of the pattern that it is from."""
+        """Return the format of an array, and the number of the pattern that gives it."""
         if self.function is not None:
             struct = jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
                 spec.shape, DTYPES[spec.dtype or ""], sharding=spec.sharding
@@ -69,7 +75,7 @@ class FormatRules(Struct, frozen=True):
             items: The items of the save.
 
         Raises:
-            InvalidArgumentError: One was not; says why.
+            InvalidArgumentError: A pattern was not; the error gives the reason.
         """
         found = list(items)
         used = {number for item in found for number in item.used}
@@ -110,22 +116,39 @@ def compile_formats(formats: Formats | None) -> FormatRules | None:
     if given is None:
         return None
     if isinstance(given, Mapping):
-        rules = tuple((compile_pattern(text), _format(text, each)) for text, each in given.items())
+        rules = tuple(
+            (compile_pattern(text), _format_of(text, each)) for text, each in given.items()
+        )
         return FormatRules(rules) if rules else None
+    if (found := _format(given)) is not None:
+        return FormatRules((), partial(_within_kind, found))
     if callable(given):
         return FormatRules((), given)
-    raise invalid("formats", given, "{pattern of leaf paths: ArrayFormat} or a function")
+    what = "a dtype, an ArrayFormat, {pattern of leaf paths: ArrayFormat} or a function"
+    raise invalid("formats", given, what)
 
 
-def _format(pattern: object, given: object) -> ArrayFormat:
-    """Return the format of a pattern; a dtype alone stands for a cast."""
+def _format_of(pattern: object, given: object) -> ArrayFormat:
+    found = _format(given)
+    if found is None:
+        what = "an ArrayFormat, or a dtype such as 'bfloat16'"
+        raise invalid(f"formats[{shown(pattern)}]", given, what)
+    return found
+
+
+def _format(given: object) -> ArrayFormat | None:
+    """Return a format; a dtype alone stands for a cast. None for other objects."""
     if isinstance(given, ArrayFormat):
         return given
     dtype = None if given is None else storable_dtype(given)
-    if dtype is None:
-        what = "an ArrayFormat, or a dtype such as 'bfloat16'"
-        raise invalid(f"formats[{shown(pattern)}]", given, what)
-    return ArrayFormat(dtype=dtype.name)
+    return None if dtype is None else ArrayFormat(dtype=dtype.name)
+
+
+def _within_kind(found: ArrayFormat, path: str, leaf: jax.ShapeDtypeStruct) -> ArrayFormat:
+    """Return a format for all arrays, without its dtype if the array is of another kind."""
+    if found.dtype is None or cast_refusal(leaf.dtype.name, found.dtype) is None:
+        return found
+    return dataclasses.replace(found, dtype=None)
 
 
 def format_leaves(rules: FormatRules, paths: Sequence[str], specs: Sequence[LeafSpec]) -> Formatted:
@@ -136,7 +159,7 @@ def format_leaves(rules: FormatRules, paths: Sequence[str], specs: Sequence[Leaf
     Args:
         rules: The rules.
         paths: The leaf paths, without the keys of boxes.
-        specs: What every leaf is.
+        specs: Spec of every leaf.
 
     Raises:
         UnsupportedLeafError: A leaf cannot be stored in its format; names the first, notes the
@@ -145,7 +168,7 @@ def format_leaves(rules: FormatRules, paths: Sequence[str], specs: Sequence[Leaf
     used: set[int] = set()
     formatted: list[LeafSpec] = []
     problems: list[CheckpointError] = []
-    # By the number of the array's first leaf: the leaves that hold it in different formats.
+    # The leaves that hold one array in different formats, by the number of its first leaf.
     holders: dict[int, list[int]] = {}
     for number, (path, spec) in enumerate(zip(paths, specs, strict=True)):
         new = spec
@@ -166,7 +189,7 @@ def format_leaves(rules: FormatRules, paths: Sequence[str], specs: Sequence[Leaf
             others.append(number)
         formatted.append(new)
         if same is not None:
-            # Compared without `same_as` above.
+            # Set only now, since the comparison above ignores `same_as`.
             formatted[number] = replace(new, same_as=same)
     if problems:
         for other in problems[1:20]:

@@ -1,8 +1,8 @@
-"""Item reports: which chunks of an item a writer has put where, and what all of them come to. Pure.
+"""Item reports: the places of the chunks that each writer of an item has written, merged. Pure.
 
 A writer is a process of a job, or one call of a save in parts; a process that saves alone is the
 only writer. Their reports are merged: every chunk of every leaf must be there once. The manifest
-and the database of the item are made of the result, so they say the same however many wrote it.
+and the database of the item are made of the result, so they are the same for any number of writers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ckpt._format.leaf_table import LeafForm, LeafTable
 from ckpt._format.manifest import ItemEntry, Node, ShardingEntry
 from ckpt._format.ocdbt import KeyValue
 from ckpt._format.shardings import describe_sharding
-from ckpt._plan.chunking import METADATA_KEY, LeafPlan, has_chunks
+from ckpt._plan.chunking import METADATA_KEY, LeafPlan
 from ckpt._plan.ownership import holders_of
 from ckpt._plan.write_batches import FileSpans, WriteBatch
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, SCALAR_KINDS
 from ckpt._tree.leaf_names import orbax_folder, orbax_names, same_name
-from ckpt._tree.leaf_specs import LeafSpec, StoredLeaf, encode_scalar
+from ckpt._tree.leaf_specs import CheckpointLeaf, LeafSpec, encode_scalar
 from ckpt._vitals.replicas import no_copies, unequal_leaves
 from ckpt._vitals.signs import join_signs, no_signs
 from ckpt.errors import CheckpointError
@@ -45,8 +45,8 @@ class PlannedTree(Struct, frozen=True):
     Attributes:
         nodes: Its inner nodes, root first.
         leaves: The plans of its leaves.
-        values: Python scalars and functions at the places of their leaves; arrays are not looked
-            at.
+        values: Python scalars and functions at the places of their leaves; places of arrays are
+            ignored.
     """
 
     nodes: Sequence[Node]
@@ -55,16 +55,16 @@ class PlannedTree(Struct, frozen=True):
 
 
 class ItemReport(Struct, frozen=True, eq=False):
-    """What one writer has written of an item.
+    """The report of one writer on the chunks of an item.
 
     Attributes:
         files: Paths of its data files, relative to the item.
-        rows: `[chunks]`, for each chunk its `leaf`, its `number` there, the number of its `file`,
-            the `offset` in that, and its `length` if it is encoded, else 0.
-        digests: `[chunks, 16] uint8`, the digest of each.
-        signs: `[chunks]`, the record of the vital signs of each; empty if they were not taken.
-        copies: What the devices of the writer hold of replicated chunks; see
-            `ckpt._vitals.replicas`.
+        rows: `[chunks]`, for each chunk the number of its `leaf`, its `number` in the leaf, the
+            number of its `file`, its `offset` in the file, and its `length` if it is encoded, else
+            0.
+        digests: `[chunks, 16] uint8`, the digest of each chunk.
+        signs: `[chunks]`, a record of vital signs for each chunk; empty if they were not taken.
+        copies: Replicated chunks on the devices of the writer; see `ckpt._vitals.replicas`.
     """
 
     files: tuple[str, ...]
@@ -73,19 +73,35 @@ class ItemReport(Struct, frozen=True, eq=False):
     signs: Array = no_signs(0)
     copies: Array = no_copies()
 
+    def without_chunks(self, chunks: Set[tuple[int, int]]) -> ItemReport:
+        """Return the report without some chunks, and without files that have no others.
 
-class StoredChunks(Struct, frozen=True):
-    """Where the chunks of all leaves are, by leaf and in C order of the chunk grid.
+        `chunks` are pairs of a leaf number and the chunk's number in the leaf.
+        """
+        if not chunks:
+            return self
+        rows = self.rows
+        pairs = zip(rows["leaf"].tolist(), rows["number"].tolist(), strict=True)
+        wanted = np.array([pair not in chunks for pair in pairs], np.bool_)
+        is_kept = np.zeros(len(self.files), np.bool_)
+        is_kept[rows["file"][wanted]] = True
+        return replace(of_files(self, is_kept, wanted), copies=self.copies)
+
+
+class ChunkTable(Struct, frozen=True):
+    """The places of the chunks of all leaves, by leaf and in C order of the chunk grid.
 
     Attributes:
-        firsts: Number of every leaf's first chunk, and at last how many chunks there are.
+        firsts: Number of every leaf's first chunk, followed by the number of chunks.
         digests: Digest of every chunk, one after the other.
-        offsets: First byte of each within its data file; -1 for one on the disk of another process.
-        files: Number of the data file.
-        lengths: Bytes of each that is encoded; 0 for a plain one.
+        offsets: Offset of each chunk in its data file; -1 for a chunk on the disk of another
+            process.
+        files: Number of the data file of each chunk.
+        lengths: Bytes of each encoded chunk; 0 for a plain one.
         data_files: Paths of the data files, relative to the item.
         signs: The record of the vital signs of every leaf; empty if none are known.
-        unequal: Leaves whose replicas were not equal, with the processes that had others than most.
+        unequal: Leaves whose replicas were not equal, with the processes whose values differ from
+            most.
     """
 
     firsts: Array
@@ -98,10 +114,10 @@ class StoredChunks(Struct, frozen=True):
     unequal: Mapping[int, tuple[int, ...]] = {}
 
     @staticmethod
-    def blank(leaves: int) -> StoredChunks:
-        """Return what stands for the chunks of some leaves where they do not matter."""
+    def blank(leaves: int) -> ChunkTable:
+        """Return a table without chunks, for uses in which chunks do not matter."""
         none = np.zeros(0, np.int64)
-        return StoredChunks(np.zeros(leaves + 1, np.int64), b"", none, none, none, [])
+        return ChunkTable(np.zeros(leaves + 1, np.int64), b"", none, none, none, [])
 
 
 def report_chunks(
@@ -114,11 +130,11 @@ def report_chunks(
     """Return the report of a writer.
 
     Args:
-        batches: What it has written.
+        batches: The batches that it has written.
         files: Path of every batch's file, relative to the item.
-        digests: Digest of every chunk, by batch and in the order of its chunks; None where only
-            the places matter.
-        spans: Where the chunks are that were encoded.
+        digests: Digest of every chunk, by batch and in the order of its chunks; None if only the
+            places matter.
+        spans: The places of encoded chunks.
         signs: The records of the vital signs of all chunks, in that order, if they were taken.
     """
     rows: list[tuple[int, int, int, int, int]] = []
@@ -138,34 +154,17 @@ def report_chunks(
     return ItemReport(tuple(files), np.array(rows, ROW), every, signs)
 
 
-def without_chunks(report: ItemReport, chunks: Set[tuple[int, int]]) -> ItemReport:
-    """Return a report without some chunks, and without files that have no others.
-
-    Args:
-        report: The report.
-        chunks: Number of the leaf, and of the chunk in it.
-    """
-    if not chunks:
-        return report
-    rows = report.rows
-    pairs = zip(rows["leaf"].tolist(), rows["number"].tolist(), strict=True)
-    wanted = np.array([pair not in chunks for pair in pairs], np.bool_)
-    is_kept = np.zeros(len(report.files), np.bool_)
-    is_kept[rows["file"][wanted]] = True
-    return replace(of_files(report, is_kept, wanted), copies=report.copies)
-
-
 def of_files(report: ItemReport, is_kept: Array, wanted: Array) -> ItemReport:
-    """Return the part of a report that is about some chunks in some of its files.
+    """Return the part of a report that covers some chunks in some of its files.
 
     Args:
         report: The report.
-        is_kept: `[files] bool`, which files.
-        wanted: `[chunks] bool`, which chunks.
+        is_kept: `[files] bool`, True for the files.
+        wanted: `[chunks] bool`, True for the chunks.
     """
     chosen = wanted & is_kept[report.rows["file"]] if len(is_kept) else wanted
     rows = report.rows[chosen]
-    # Files are counted anew.
+    # Files are numbered anew.
     if len(rows):
         rows["file"] = (np.cumsum(is_kept) - 1)[rows["file"]]
     files = tuple(path for path, kept in zip(report.files, is_kept, strict=True) if kept)
@@ -175,19 +174,19 @@ def of_files(report: ItemReport, is_kept: Array, wanted: Array) -> ItemReport:
 
 def merge_reports(
     leaves: Sequence[LeafPlan], reports: Sequence[ItemReport], *, own_disks: bool = False
-) -> StoredChunks:
-    """Return where all chunks of an item are.
+) -> ChunkTable:
+    """Return the places of all chunks of an item.
 
     Args:
-        leaves: The plans of its leaves; of several processes those of the primary.
+        leaves: The plans of its leaves; with several processes those of the primary.
         reports: The reports of all writers, in their order.
-        own_disks: Whether chunks may be missing, since other processes keep them.
+        own_disks: True if chunks may be missing because other processes keep them.
 
     Raises:
         CheckpointError: A chunk was written by no process or by several, or does not exist; names
             the leaf, the chunk and the processes.
     """
-    counts = np.array([math.prod(leaf.grid) * has_chunks(leaf) for leaf in leaves], np.int64)
+    counts = np.array([math.prod(leaf.grid) * leaf.has_chunks for leaf in leaves], np.int64)
     firsts = np.concatenate(([0], np.cumsum(counts)))
     rows = np.concatenate([report.rows for report in reports])
     starts = np.cumsum([0, *(len(report.rows) for report in reports)])
@@ -197,7 +196,7 @@ def merge_reports(
     times = np.bincount(places, minlength=firsts[-1])
     wrong = times > 1 if own_disks else times != 1
     if wrong.any():
-        raise _not_once(leaves, firsts, int(np.argmax(wrong)), places, starts)
+        raise _not_once_error(leaves, firsts, int(np.argmax(wrong)), places, starts)
     writers = np.repeat(np.arange(len(reports)), np.diff(starts))
     lengths, files = np.zeros(firsts[-1], np.int64), np.zeros(firsts[-1], np.int64)
     offsets = np.full(firsts[-1], -1, np.int64)
@@ -210,14 +209,14 @@ def merge_reports(
     signs = _leaf_signs(reports, rows, np.diff(firsts), offsets, len(leaves))
     unequal = unequal_leaves(np.concatenate([report.copies for report in reports]))
     raw = digests.tobytes()
-    return StoredChunks(firsts, raw, offsets, files, lengths, data_files, signs, unequal)
+    return ChunkTable(firsts, raw, offsets, files, lengths, data_files, signs, unequal)
 
 
 def all_signs(reports: Sequence[ItemReport]) -> Array:
     """Return the records of the vital signs of all chunks; empty if no writer has taken them."""
     if not any(len(report.signs) for report in reports):
         return no_signs(0)
-    # One that has not has chunks of which nothing is known.
+    # Writers without vital signs contribute unknown records.
     return np.concatenate(
         [each.signs if len(each.signs) else no_signs(len(each.rows)) for each in reports]
     )
@@ -226,12 +225,12 @@ def all_signs(reports: Sequence[ItemReport]) -> Array:
 def _leaf_signs(
     reports: Sequence[ItemReport], rows: Array, counts: Array, offsets: Array, leaves: int
 ) -> Array:
-    """Return the records of the vital signs of leaves, whose chunks several may have written."""
+    """Return the vital signs of each leaf, joined over the chunks of all writers."""
     every = all_signs(reports)
     if not len(every):
         return every
     found = join_signs(every, rows["leaf"], leaves)
-    # Of a leaf that is on the disks of other processes, too, this is but a part.
+    # For a leaf that is partly on the disks of other processes these are but a part.
     owners = np.repeat(np.arange(leaves), counts)
     found[owners[offsets < 0]] = no_signs(1)
     return found
@@ -244,7 +243,7 @@ def _check_rows(
     starts: Array,
     reports: Sequence[ItemReport],
 ) -> None:
-    """Raise if a row is of a chunk or a file that does not exist."""
+    """Raise an error if a row names a chunk or a file that does not exist."""
     known = rows["leaf"] < len(counts)
     leaf = np.where(known, rows["leaf"], 0)
     encoded = np.array([leaf.compression is not None for leaf in leaves] or [False])
@@ -262,7 +261,7 @@ def _check_rows(
         )
 
 
-def _not_once(
+def _not_once_error(
     leaves: Sequence[LeafPlan], firsts: Array, place: int, places: Array, starts: Array
 ) -> CheckpointError:
     number = int(np.searchsorted(firsts, place, side="right")) - 1
@@ -271,7 +270,7 @@ def _not_once(
     if len(writers):
         what = f"was written by the processes {', '.join(map(str, writers.tolist()))}"
     elif leaf.spec.placed is not None:
-        # Its devices are known by their ids alone.
+        # Only the ids of its devices are known, not their processes.
         what = "was written by no process"
     else:
         holders: tuple[int, ...] = (0,)
@@ -288,13 +287,13 @@ def _not_once(
     )
 
 
-def fill_entry(entry: ItemEntry, tree: PlannedTree, stored: StoredChunks) -> ItemEntry:
+def fill_entry(entry: ItemEntry, tree: PlannedTree, stored: ChunkTable) -> ItemEntry:
     """Return the manifest entry of an item with its tree.
 
     Args:
-        entry: What its handler made of it; the bytes of the arrays are added to its own.
+        entry: The entry that the handler made; the bytes of the arrays are added to its own.
         tree: The tree.
-        stored: Where its chunks are.
+        stored: The places of its chunks.
     """
     leaves, shardings = _leaf_table(tree, stored)
     arrays = [each.spec for each in tree.leaves if each.spec.kind in ARRAY_KINDS]
@@ -308,14 +307,14 @@ def fill_entry(entry: ItemEntry, tree: PlannedTree, stored: StoredChunks) -> Ite
     )
 
 
-def _leaf_table(tree: PlannedTree, stored: StoredChunks) -> tuple[LeafTable, list[ShardingEntry]]:
-    # The key of one that comes from a checkpoint is its text.
+def _leaf_table(tree: PlannedTree, stored: ChunkTable) -> tuple[LeafTable, list[ShardingEntry]]:
+    # A sharding that comes from a checkpoint is keyed by its text.
     shardings: dict[jax.sharding.Sharding | str, int] = {}
     described: list[ShardingEntry] = []
     # Hashing a sharding is slow, and thousands of leaves share a few.
     known: dict[int, int] = {}
     forms: dict[LeafForm, int] = {}
-    # By what decides about a form: thousands of leaves are of one.
+    # Keyed by all that decides about a form: thousands of leaves have the same.
     alike: dict[tuple[int, tuple[int, ...], bool, int], int] = {}
     form: list[int] = []
     same_as: dict[int, int] = {}
@@ -360,7 +359,7 @@ def _leaf_table(tree: PlannedTree, stored: StoredChunks) -> tuple[LeafTable, lis
     digests = stored.digests
     offsets, files, lengths = stored.offsets, stored.files, stored.lengths
     if values and stored.firsts[-1]:
-        # Scalars are stored as arrays, too, but for other readers.
+        # Scalars are also stored as arrays, but only for other readers.
         are_arrays = np.ones(len(form), np.bool_)
         are_arrays[list(values)] = False
         kept = np.repeat(are_arrays, counts)
@@ -386,13 +385,13 @@ def _described(spec: LeafSpec) -> ShardingEntry:
 
 
 def _function_name(function: Any) -> str:
-    if isinstance(function, StoredLeaf):
+    if isinstance(function, CheckpointLeaf):
         return function.name
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{getattr(function, '__module__', None) or '?'}:{name}"
 
 
-def key_values(leaves: Sequence[LeafPlan], stored: StoredChunks) -> Iterator[KeyValue]:
+def key_values(leaves: Sequence[LeafPlan], stored: ChunkTable) -> Iterator[KeyValue]:
     """Yield the keys of the item's database, under the names of Orbax, which reads it.
 
     Leaves that are one array have the same chunks.

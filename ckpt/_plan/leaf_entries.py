@@ -1,9 +1,10 @@
-"""Leaf entries of a manifest, checked before they are used. Pure."""
+"""A check of the leaf entries of a manifest before they are used. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,20 +14,27 @@ from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import LeafForm, LeafTable
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.regions import chunk_grid
-from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, SCALAR_KINDS, decode_scalar
+from ckpt._tree.leaf_kinds import (
+    ARRAY_KINDS,
+    CALLABLE,
+    SCALAR_KINDS,
+    UNREAD,
+    UNREADABLE,
+    decode_scalar,
+)
 from ckpt._tree.leaf_names import MAX_DEPTH
 from ckpt._vitals.signs import UNKNOWN
-from ckpt.errors import CorruptCheckpointError
+from ckpt.errors import CorruptCheckpointError, located
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
-# numpy's limit of dimensions; those of zarr and jax are not lower.
+# numpy's limit of dimensions; zarr and jax have no lower limit.
 _MAX_RANK = 64
 _MAX_LENGTH = 1 << 48
 _MAX_OFFSET = 1 << 62
-# How much longer than twice its size an encoded chunk may be.
+# Most bytes of an encoded chunk beyond twice its decoded size.
 _MOST_GROWTH = 1 << 16
 _MOST_FLOAT = float(np.finfo(np.float64).max)
 _MARGIN = 1 + 1e-4
@@ -41,7 +49,8 @@ def check_leaves(item: ItemEntry) -> None:
     table = item.leaves
     _check_depth(item)
     if len(set(table.names)) < len(table):
-        raise CorruptCheckpointError("two leaves are stored under one name", leaf=_twice(table))
+        twice = next(name for name, count in Counter(table.names).items() if count > 1)
+        raise CorruptCheckpointError("two leaves are stored under one name", leaf=twice)
     for number, form in enumerate(table.forms):
         reason = _reason_against(form, len(item.shardings))
         if reason is not None:
@@ -51,16 +60,38 @@ def check_leaves(item: ItemEntry) -> None:
     owners = np.repeat(np.arange(len(table)), np.diff(table.firsts))
     _check_chunks(item, codecs[table.form][owners], chunks[table.form][owners], owners)
     _check_signs(table)
-    for number in np.flatnonzero(_are_scalars(table)[table.form]).tolist():
+    are_scalars = np.array([form.kind in SCALAR_KINDS for form in table.forms] or [False])
+    for number in np.flatnonzero(are_scalars[table.form]).tolist():
         decode_scalar(table.bare(number))
 
 
+def unread_items(items: Mapping[str, ItemEntry]) -> dict[str, str]:
+    """Return the items of another library that cannot be read here, and the reasons."""
+    return {name: str(item.data) for name, item in items.items() if item.handler == UNREAD}
+
+
+def check_readable(items: Mapping[str, ItemEntry]) -> None:
+    """Check that everything of some items can be read, before they are written anew.
+
+    Raises:
+        CheckpointError: A leaf, or an item, cannot be read; gives the reason.
+    """
+    for name, item in items.items():
+        with located(item=name):
+            if item.handler in UNREADABLE:
+                raise UNREADABLE[item.handler](str(item.data))
+            forms = item.leaves.forms
+            for number, form in enumerate(item.leaves.form.tolist()):
+                if forms[form].kind in UNREADABLE:
+                    decode_scalar(item.leaves.bare(number))
+
+
 def _check_depth(item: ItemEntry) -> None:
-    """Refuse a tree that is deeper than any that can be saved; it takes what no model takes."""
+    """Refuse a tree that is deeper than any that can be saved, and than any real model."""
     depths = [0] * len(item.nodes)
     for number, node in enumerate(item.nodes):
         for child in node.children:
-            # Children come after their parents; what else is wrong with them is found later.
+            # Children come after their parents; other faults in them are found later.
             if number < -child < len(depths):
                 depths[-child] = depths[number] + 1
     name = max(item.leaves.names, key=len, default="")
@@ -73,9 +104,9 @@ def _check_chunks(item: ItemEntry, encoded: Flags, most: Floats, owners: Integer
 
     Args:
         item: The item.
-        encoded: For every chunk whether it is encoded.
-        most: How many bytes it may have at most if it is.
-        owners: The number of its leaf.
+        encoded: True for every chunk that is encoded.
+        most: Most bytes of each chunk if it is encoded.
+        owners: Number of the leaf of each chunk.
     """
     table = item.leaves
     offsets, files, lengths = table.offsets, table.files, table.lengths
@@ -111,7 +142,8 @@ def _check_signs(table: LeafTable) -> None:
     nothing = (absmax == 0) & (nonfinite == 0) & ~table.signs["fingerprint"].any(axis=1)
     # A comparison with NaN is false.
     known = (norm >= 0) & (absmax >= 0) & (norm <= _MOST_FLOAT) & (nonfinite <= most)
-    # A norm is that of one value at least, and of all at most; sums of squares are not exact.
+    # The norm is at least that of the largest value, and at most that of an array full of it; sums
+    # of squares are not exact.
     with np.errstate(over="ignore", invalid="ignore"):
         least, largest = absmax / _MARGIN, absmax * np.sqrt(np.maximum(elements, 1)) * _MARGIN
         known &= (least <= norm) & (norm <= largest)
@@ -129,7 +161,7 @@ def _check_signs(table: LeafTable) -> None:
 
 
 def _most_nonfinite(form: LeafForm) -> tuple[float, float]:
-    """Return how many elements a leaf has, and how many of them may not be finite; -1 if none."""
+    """Return how many elements a leaf has, -1 if it is no array, and how many may be not finite."""
     if form.kind not in ARRAY_KINDS:
         return -1.0, 0.0
     elements = float(math.prod(form.shape))
@@ -142,17 +174,9 @@ def _first_of(table: LeafTable, chosen: Flags) -> str | None:
     return table.names[int(found[0])] if len(found) else None
 
 
-def _twice(table: LeafTable) -> str:
-    return next(name for name, count in Counter(table.names).items() if count > 1)
-
-
-def _are_scalars(table: LeafTable) -> Flags:
-    return np.array([form.kind in SCALAR_KINDS for form in table.forms] or [False])
-
-
 def _reason_against(form: LeafForm, shardings: int) -> str | None:
-    """Return why no leaf can have a form, or None."""
-    if form.kind in SCALAR_KINDS or form.kind == CALLABLE:
+    """Return the reason why no leaf can have a form, or None."""
+    if form.kind in SCALAR_KINDS or form.kind == CALLABLE or form.kind in UNREADABLE:
         return f"a leaf of the kind {form.kind} has chunks" if form.count else None
     if form.kind not in ARRAY_KINDS:
         return f"a leaf of the unknown kind {form.kind!r:.60}"
@@ -172,7 +196,7 @@ def _reason_against(form: LeafForm, shardings: int) -> str | None:
 
 
 def _is_possible(form: LeafForm, itemsize: int) -> bool:
-    """Tell whether shape, chunks and their number agree, and such an array can exist."""
+    """Return True if shape, chunks and their number agree, and such an array can exist."""
     shape, chunk, count = form.shape, form.chunks, form.count
     return (
         len(shape) == len(chunk) <= _MAX_RANK
@@ -185,8 +209,8 @@ def _is_possible(form: LeafForm, itemsize: int) -> bool:
 
 
 def _most_bytes(form: LeafForm) -> float:
-    """Return how many bytes an encoded chunk may have; this bounds what is read for one."""
-    # What other forms say of their chunks was not looked at: it may be any numbers.
+    """Return the most bytes of an encoded chunk; this bounds a read of one chunk."""
+    # The chunks of other forms were not checked, and may have any numbers.
     if form.codec is None or form.kind not in ARRAY_KINDS:
         return 0
     return float(_MOST_GROWTH + 2 * math.prod(form.chunks) * parse_dtype(form.dtype).itemsize)

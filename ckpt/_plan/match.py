@@ -14,7 +14,7 @@ from ckpt._format.dtypes import DTYPES
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import ItemEntry, ShardingEntry
 from ckpt._format.places import Place, StoredPlace, place_of
-from ckpt._plan.adapt import Adapt, Stored, mismatch
+from ckpt._plan.adapt import Adapt, SourceArrays, mismatch
 from ckpt._plan.targets import (
     PYTHON_TYPES,
     ArrayRead,
@@ -33,28 +33,28 @@ from ckpt._plan.virtual_arrays import VirtualArray, resize
 from ckpt._runtime.caller import caller
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.flatten import Structure
-from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, decode_scalar
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, UNREADABLE, decode_scalar
 from ckpt._tree.leaf_names import ROOT
-from ckpt._tree.leaf_specs import is_function, kind_of_type, scalar_kind
+from ckpt._tree.leaf_specs import is_function, kind_of_type
 from ckpt._tree.suggestions import near_miss
 from ckpt.errors import InvalidArgumentError
 
-# Looking for a similar name takes milliseconds.
+# Most hints at similar names, since finding one takes milliseconds.
 _MOST_HINTS = 20
 
 _Likeness = tuple[object, ...]
 
 
 class Match(Struct):
-    """What has to be read, and for which leaves.
+    """The arrays to read, and the leaves that they are for.
 
     Attributes:
-        values: The leaves of the result that are not read: scalars, kept and skipped ones.
+        values: The leaves of the result that are not read: scalars, kept and skipped leaves.
         reads: The arrays to read.
-        places: By the number of the leaf, the number of the read that gives it.
+        places: Number of the read that gives a leaf, by number of the leaf.
         used: Stored leaf paths that are loaded.
         kept: Leaf paths of the target that keep the target's own value.
-        moved: Leaf paths of arrays that have lost something of their place, and what.
+        moved: Losses of arrays that cannot get all of their stored place, by leaf path.
     """
 
     values: list[Any] = field(default_factory=list)
@@ -82,20 +82,20 @@ class Match(Struct):
         self.share(len(self.reads) - 1)
 
     def share(self, read: int) -> None:
-        """Let the next leaf be the array of an earlier read."""
+        """Use the array of an earlier read for the next leaf."""
         self.places[len(self.values)] = read
         self.values.append(None)
 
     def leaves(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return all leaves, with the arrays that were read."""
+        """Return all leaves, including the arrays that were read."""
         found = list(self.values)
         for place, read in self.places.items():
             found[place] = arrays[read]
         return found
 
 
-def match_as_saved(item: ItemEntry, stored: Stored, adapt: Adapt) -> Match:
-    """Match every leaf as it was saved; one that is not selected is `...`.
+def match_as_saved(item: ItemEntry, stored: SourceArrays, adapt: Adapt) -> Match:
+    """Match every leaf as it was saved; a leaf that is not selected is `...`.
 
     The leaves are those of the stored tree, or, if leaves were renamed or transformed, those of
     `stored.sources`.
@@ -117,16 +117,16 @@ def match_as_saved(item: ItemEntry, stored: Stored, adapt: Adapt) -> Match:
 
 
 class _AsSaved:
-    """Arrays as they were saved, in one pass."""
+    """A single pass over arrays that are restored as they were saved."""
 
     def __init__(self, item: ItemEntry, adapt: Adapt) -> None:
         self.match = Match()
         self.problems: list[str] = []
         self._adapt = adapt
         self._places = _Places(item.shardings)
-        # Thousands of leaves are equal in everything that matters here.
+        # Cached: thousands of leaves are equal in everything that matters here.
         self._known: dict[_Likeness, tuple[ArrayTarget, str]] = {}
-        # One object that stood at several places does so again.
+        # Reads of objects that stood at several places, and are to do so again; by leaf number.
         self._shared: dict[int, int] = {}
 
     def add(self, name: str, source: VirtualArray | None) -> None:
@@ -146,7 +146,7 @@ class _AsSaved:
             return
         target = self._target(name, source)
         known = None if source.leaf is None else self._shared.get(source.leaf)
-        # One that is cast by pattern may differ from place to place.
+        # Arrays that are cast by pattern may differ from place to place.
         if known is not None and match.reads[known].target == target:
             match.share(known)
             return
@@ -177,14 +177,14 @@ class _AsSaved:
         return target
 
 
-def match_target(target: Structure, stored: Stored, adapt: Adapt) -> Match:
+def match_target(target: Structure, stored: SourceArrays, adapt: Adapt) -> Match:
     """Match a target with what is stored.
 
     Leaves are matched by their path, so containers may differ in kind (a dict for a namedtuple) as
     long as the paths agree; with or without the keys of boxes.
 
     Raises:
-        TargetMismatchError: Lists every leaf that is missing, extra, or of another shape or kind.
+        TargetMismatchError: Leaves are missing, extra, or of another shape or kind; lists them all.
     """
     work = _ToTarget(stored, adapt)
     names = _stored_names(target, stored.sources)
@@ -205,7 +205,7 @@ def match_target(target: Structure, stored: Stored, adapt: Adapt) -> Match:
 
 
 def _stored_names(target: Structure, sources: Container[str]) -> Sequence[str]:
-    """Return the names that the leaves of a target have where they are stored.
+    """Return the stored names of the leaves of a target.
 
     A box adds no key to a name. Other libraries store its value in a dict of one key.
     """
@@ -219,24 +219,24 @@ def _stored_names(target: Structure, sources: Container[str]) -> Sequence[str]:
 
 
 class _ToTarget:
-    """The leaves of a target, in one pass."""
+    """A single pass over the leaves of a target."""
 
-    def __init__(self, stored: Stored, adapt: Adapt) -> None:
+    def __init__(self, stored: SourceArrays, adapt: Adapt) -> None:
         self.match = Match()
         self.problems: list[str] = []
-        # Stored leaves below these are skipped.
+        # Prefixes of stored leaf paths that are skipped.
         self.skipped: tuple[str, ...] = ()
         self._stored = stored
         self._adapt = adapt
         self._is_adapted = adapt.cast is not None or adapt.resize is not None
         self._hints = 0
-        # Thousands of leaves are equal in everything that matters here, and looking at one takes 40
-        # us.
+        # Cached: thousands of leaves are equal in everything that matters here, and matching one
+        # takes 40 us.
         self._known: dict[_Likeness, tuple[ArrayTarget, str]] = {}
         self._shardings = _Shardings()
         self._places = _Places(stored.shardings)
         self._are_arrays: dict[type, bool] = {}
-        # One array at several places of the target is restored as one.
+        # Reads of arrays that are at several places of the target, and are restored as one array.
         self._shared: dict[tuple[int, int], int] = {}
 
     def add(self, name: str, leaf: Any) -> None:
@@ -250,13 +250,16 @@ class _ToTarget:
         if source is not None and source.entry.kind in ARRAY_KINDS and leaf is not ...:
             self._array(name, leaf, source, is_array)
         elif is_function(leaf) and (source is None or source.entry.kind == CALLABLE):
-            # Code is not stored; a target has its own.
+            # Code is not stored; the target has its own.
             self.match.values.append(leaf)
         elif source is None:
             self._absent(name, leaf)
         elif leaf is ...:
             self.match.values.append(...)
-        elif scalar_kind(leaf) == source.entry.kind or _is_kind(leaf, source.entry.kind):
+        elif source.entry.kind in UNREADABLE:
+            decode_scalar(source.entry)
+        # A type in the place of a leaf (`int`) asks for a scalar of its kind.
+        elif kind_of_type(leaf if isinstance(leaf, type) else type(leaf)) == source.entry.kind:
             self.match.used.extend(source.used)
             self.match.values.append(decode_scalar(source.entry))
         else:
@@ -272,7 +275,7 @@ class _ToTarget:
             value = scalar_value(decode_scalar(entry), target.dtype)
             if value is not None:
                 stored = VirtualArray(replace(entry, dtype=value.dtype.name), (), None)
-                # Without dimensions, it has nothing to lose.
+                # Without dimensions, the array has nothing to lose.
                 target, _ = self._placed(target, entry, (), leaf)
                 problem = array_problem(stored, target, (), casts=False)
                 if problem is None:
@@ -282,7 +285,6 @@ class _ToTarget:
         self._differs(name, source, problem or "")
 
     def _absent(self, name: str, leaf: Any) -> None:
-        abstract = is_abstract(leaf)
         below = "" if name == ROOT else f"{name}."
         known = (self._stored.sources, self._stored.unselected)
         if leaf is ... and (
@@ -290,9 +292,9 @@ class _ToTarget:
         ):
             self.match.values.append(...)
             self.skipped = (*self.skipped, below)
-        elif name in self._stored.unselected and (abstract or leaf is ...):
+        elif name in self._stored.unselected and (is_abstract(leaf) or leaf is ...):
             self.match.values.append(...)
-        elif name in self._stored.unselected or (self._adapt.missing == "keep" and not abstract):
+        elif name in self._stored.unselected or self._adapt.missing == "keep":
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 self.problems.append(
                     f"{name}: the target is to keep its own array, which was donated or deleted; "
@@ -305,14 +307,11 @@ class _ToTarget:
             if self._hints < _MOST_HINTS:
                 self._hints += 1
                 hint = near_miss(name, self._stored.sources)
-            text = "not stored"
-            if self._adapt.missing == "keep":
-                text += ", and the target has no value to keep"
-            self.problems.append(f"{name}: {text}, wanted {wanted_text(leaf)}{hint}")
+            self.problems.append(f"{name}: not stored, wanted {wanted_text(leaf)}{hint}")
             self.match.values.append(None)
 
     def _is_array(self, leaf: Any) -> bool:
-        """Tell whether a leaf is an array of jax; asking jax takes a microsecond for each."""
+        """Return True if a leaf is a jax array; cached, since asking jax takes a microsecond."""
         kind = type(leaf)
         found = self._are_arrays.get(kind)
         if found is None:
@@ -371,7 +370,7 @@ class _ToTarget:
     def _placed(
         self, target: ArrayTarget, entry: LeafEntry, shape: tuple[int, ...], leaf: Any
     ) -> tuple[ArrayTarget, str]:
-        """Return a target with the place where the array goes, and what it loses there."""
+        """Return a target with its place, and the parts of the stored place that it loses."""
         if target.kind not in ("jax", "key"):
             return target, ""
         is_free = not getattr(leaf, "committed", True)
@@ -402,9 +401,9 @@ class _ToTarget:
 
 
 def _cast_of(adapt: Adapt, name: str, source: VirtualArray) -> Any:
-    """Return the dtype an array is cast to, or None.
+    """Return the dtype that an array is cast to, or None.
 
-    One dtype for all arrays casts only those of its kind, and so no step counters to bfloat16.
+    A single dtype for all arrays casts only arrays of its kind, so no step counters to bfloat16.
     """
     if adapt.cast is None or source.entry.kind == "key":
         return None
@@ -415,7 +414,7 @@ def _cast_of(adapt: Adapt, name: str, source: VirtualArray) -> Any:
 
 
 class _Places:
-    """Where arrays go that say nothing of a place, or of one without devices."""
+    """Places of arrays whose target names no place, or a place without devices."""
 
     def __init__(self, shardings: Sequence[ShardingEntry]) -> None:
         self._entries = shardings
@@ -431,7 +430,7 @@ class _Places:
         is_free: bool = False,
         as_saved: bool = False,
     ) -> Place:
-        """Return where an array goes; see `place_of`. As saved, its own devices come first."""
+        """Return the place of an array; see `place_of`. As saved, its own devices come first."""
         stored, number = None, entry.sharding
         if number is not None:
             key = number, not entry.committed
@@ -444,14 +443,14 @@ class _Places:
 
 
 class _Shardings:
-    """Shardings by number: equal ones have the same.
+    """Numbers of shardings: equal shardings have the same number.
 
-    Every array of jax has a sharding object of its own, and comparing two takes longer than all
-    else of a likeness.
+    Every jax array has a sharding object of its own, and comparing two of them takes longer than
+    the rest of a likeness.
     """
 
     def __init__(self) -> None:
-        # By identity first: the target keeps them alive.
+        # Looked up by identity first: the target keeps the shardings alive.
         self._by_identity: dict[int, int] = {}
         self._by_value: dict[jax.sharding.Sharding | None, int] = {}
 
@@ -469,7 +468,7 @@ def _likeness(
     """Return a key that is equal only for pairs that match in the same way, or None."""
     wanted: _Likeness
     if is_array:
-        # The abstract value is dtype, shape and weak type.
+        # The abstract value has dtype, shape and weak type.
         wanted = (leaf.aval, leaf.committed)
     elif isinstance(leaf, jax.ShapeDtypeStruct):
         wanted = (leaf.dtype, leaf.shape, leaf.weak_type, leaf.format)
@@ -478,8 +477,3 @@ def _likeness(
     entry = source.entry
     stored = (entry.kind, entry.committed, entry.sharding, entry.dtype, entry.impl, source.shape)
     return (type(leaf), shardings.number(leaf.sharding), *wanted, *stored)
-
-
-def _is_kind(leaf: Any, kind: str) -> bool:
-    """Tell whether a type in a target's place (`int`) asks for a scalar of this kind."""
-    return isinstance(leaf, type) and kind_of_type(leaf) == kind

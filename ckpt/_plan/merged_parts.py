@@ -1,7 +1,7 @@
-"""Merged parts: a tree that is saved in parts is put together. Pure.
+"""Merged parts: joins the parts in which a tree was saved. Pure.
 
-Dicts are merged, and a part may only add keys. The result is that of describing and saving the
-whole tree at once, but for the names of data files and where in them the chunks are.
+Dicts are merged, and a part may only add keys. The result equals that of describing and saving the
+whole tree at once, except for the names of data files and the places of chunks in them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MergedTree(Struct, frozen=True):
     Attributes:
         nodes: Its inner nodes, root first.
         names: Stored name of every leaf, in the order of `jax.tree.leaves`.
-        sources: Number of the part that each leaf came with, and its number there.
+        sources: Number of the part of each leaf, and its number in that part.
     """
 
     nodes: list[Node]
@@ -47,8 +47,8 @@ class _Branch(Struct):
     """An inner node that may grow.
 
     Attributes:
-        node: The node as it came.
-        children: By key, or by place in a sequence: the key as it is stored, and what is below.
+        node: The node of the first part that has it.
+        children: By key, or by place in a sequence: the stored key, and the tree below it.
     """
 
     node: Node
@@ -62,18 +62,18 @@ class TreeParts(Struct):
     """The parts of one tree so far.
 
     Attributes:
-        count: How many there are.
+        count: Number of parts.
     """
 
     count: int = 0
     _root: _Tree | None = None
 
     def add(self, nodes: Sequence[Node]) -> int:
-        """Take the structure of one more part; return its number.
+        """Add the structure of one more part; return its number.
 
         Raises:
-            InvalidArgumentError: There is something already at one of its paths, or its keys
-                cannot stand beside those that are there; names the path. Nothing was added.
+            InvalidArgumentError: A path of the part is taken, or its keys cannot stand beside the
+                present ones; names the path. Nothing was added.
         """
         part = _tree_of(nodes, self.count)
         if self._root is None:
@@ -85,7 +85,7 @@ class TreeParts(Struct):
         return self.count - 1
 
     def merged(self) -> MergedTree:
-        """Return the tree that the parts make; there must be one."""
+        """Return the tree that the parts form; there must be at least one."""
         assert self._root is not None
         walk = _Numbering()
         walk.visit(self._root, ())
@@ -111,7 +111,7 @@ def _tree_of(nodes: Sequence[Node], part: int) -> _Tree:
 
 
 def _check(old: _Tree, new: _Tree, path: tuple[str, ...]) -> None:
-    """Raise unless `new` can be put into `old`."""
+    """Raise an error unless `new` can be put into `old`."""
     if not (isinstance(old, _Branch) and isinstance(new, _Branch) and _can_grow(old, new)):
         raise InvalidArgumentError(
             f"{_described(new)} was given where an earlier part has {_described(old)}. Parts may "
@@ -180,7 +180,7 @@ class _Numbering(Struct):
         self.nodes.append(tree.node)
         keys = list(tree.children)
         stored = [each for each, _ in tree.children.values()]
-        # Fields of classes have their stored keys for names, sequences their places.
+        # Fields of classes are named by their stored keys, elements of sequences by their places.
         own = keys if tree.node.kind in _DICTS or not tree.node.keys else map(decode_key, stored)
         names = sibling_names(list(own))
         numbers = [0] * len(keys)
@@ -197,24 +197,24 @@ class _Numbering(Struct):
 def merge_parts(
     merged: MergedTree, parts: Sequence[PlannedTree], reports: Sequence[ItemReport]
 ) -> tuple[PlannedTree, list[ItemReport]]:
-    """Return the whole tree with its plan, and the reports as those of its writers.
+    """Return the whole tree with its plan, and the reports on it.
 
     Args:
         merged: The structure.
         parts: The parts, by number.
-        reports: What was written of each; its leaves are those of the part.
+        reports: The report on each part, with leaf numbers of the part.
     """
     firsts: dict[tuple[int, int], int] = {}
     leaves: list[LeafPlan] = []
     values = []
     for name, (part, number) in zip(merged.names, merged.sources, strict=True):
         leaf = parts[part].leaves[number]
-        # Keys of ordered dicts stay where they came first, so of the leaves that are one array
-        # another may be the first than in the part.
+        # Keys of ordered dicts stay where they came first. So the first of several leaves that are
+        # one array may be another than in the part.
         array = (part, number if leaf.spec.same_as is None else leaf.spec.same_as)
         first = firsts.setdefault(array, len(leaves))
         same_as = None if first == len(leaves) else first
-        # A key that is not a string is marked beside a string of the same text.
+        # A key that is not a string is marked if a string key has the same text.
         if leaf.name != name or leaf.spec.same_as != same_as:
             leaf = replace(leaf, name=name, spec=replace(leaf.spec, same_as=same_as))
         leaves.append(leaf)

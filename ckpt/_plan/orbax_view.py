@@ -1,9 +1,9 @@
 """The Orbax view: the files that let Orbax read a step, made from its manifest entries. Pure.
 
-This library does not read them, only `ckpt.json`. They name leaves as Orbax does (`orbax_names`);
-an item with two leaves that would have one name is shown as JSON, since Orbax would read one array
-for both. A value that Orbax has no kind for (complex, bytes, an int beyond 64 bits) appears
-as its text.
+This library does not read these files, only `ckpt.json`. They name leaves as Orbax does
+(`orbax_names`). An item with two leaves of the same name is shown as JSON, since Orbax would read
+one array for both; so is an item with thousands of Python values. A value that Orbax has no kind
+for (complex, bytes, an int beyond 64 bits) appears as its text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import ItemEntry, Node, ShardingEntry
 from ckpt._format.metrics import json_metrics
-from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, decode_scalar
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, MOST_SHOWN, decode_scalar
 from ckpt._tree.leaf_names import orbax_key, orbax_names, same_name, sibling_names
 
 # Orbax stores private Python paths as handler names; both of its APIs resolve these.
@@ -28,6 +28,7 @@ _TREE = f"{_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler"
 _JSON = f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler"
 _SUCCESS = "commit_success.txt"
 _SEQUENCE, _MAPPING = 1, 2
+_MOST_REPR = 1 << 10
 _ON_DEVICES = ("jax", "key")
 _EMPTY = {
     "dict": "Dict",
@@ -41,7 +42,7 @@ _EMPTY = {
 }
 
 
-# What Orbax reads of an item that is JSON to it.
+# File that Orbax reads of an item that is JSON to it.
 ABOUT_FILE = "metadata"
 
 
@@ -51,7 +52,7 @@ def root_view(metadata: Mapping[str, Any]) -> bytes:
 
 
 def about_item(item: ItemEntry) -> bytes:
-    """Return what stands in an item without a tree, where its handler has written nothing there."""
+    """Return the `metadata` file of an item without a tree whose handler wrote none."""
     return _json({"handler": item.handler, "data": item.data, "nbytes": item.nbytes})
 
 
@@ -68,30 +69,33 @@ def step_view(
 ) -> dict[str, bytes]:
     """Return the files of the step itself, by path relative to it.
 
-    An item that Orbax cannot read as a tree is shown as JSON: what its handler wrote as `metadata`,
-    or a few words about it, since Orbax reads all items of a step or none.
+    An item that Orbax cannot read as a tree is shown as JSON: the `metadata` file of its handler,
+    or a short description, since Orbax reads all items of a step or none.
 
     Args:
         step_dir: Name of the step's directory.
         items: The items.
         metrics: User metrics.
         metadata: User metadata.
-        created_ns: When the save began.
-        committed_ns: When the manifest is written.
-        written: The files of the step that are already written.
-        in_store: Whether it is in an object store. There Orbax looks for a mark in every item, too.
+        created_ns: Start of the save, in Unix nanoseconds.
+        committed_ns: Time of the manifest, in Unix nanoseconds.
+        written: Files of the step that are already written.
+        in_store: True if the step is in an object store. There Orbax looks for a mark in every
+            item, too.
     """
     if metadata is None:
         custom: dict[str, Any] = {}
     else:
         custom = metadata if isinstance(metadata, dict) else {"metadata": metadata}
-    handlers = {name: _TREE if _is_tree(item) else _JSON for name, item in items.items()}
+    trees = {name for name, it in items.items() if (it.nodes or it.leaves) and not why_hidden(it)}
+    handlers = {name: _TREE if name in trees else _JSON for name in items}
     files = {}
     for name, item in items.items():
         if handlers[name] == _JSON and f"{name}/{ABOUT_FILE}" not in written:
             files[f"{name}/{ABOUT_FILE}"] = about_item(item)
     if metrics is not None:
-        # An item of their own, where Orbax looks; NaN and infinities as Python's json has them.
+        # Metrics are an item of their own, where Orbax looks; NaN and infinities as in Python's
+        # json.
         handlers["metrics"] = _JSON
         files["metrics/metrics"] = _json(json_metrics(metrics))
     document = {
@@ -111,16 +115,18 @@ def step_view(
     }
 
 
-def _is_tree(item: ItemEntry) -> bool:
-    return bool(item.nodes or item.leaves) and same_name(item.leaves.names) is None
+def why_hidden(item: ItemEntry) -> str:
+    """Return why Orbax is not shown an item as a tree; empty if it is."""
+    if len(item.leaves.values) > MOST_SHOWN:
+        return f"it has more than {MOST_SHOWN} Python values, and Orbax takes an array for each"
+    same = same_name(item.leaves.names)
+    return "" if same is None else "it has one name for the leaves {!r} and {!r}".format(*same)
 
 
 def item_marks(step_dir: str, items: Iterable[str]) -> dict[str, bytes]:
     """Return the marks that Orbax looks for in the items of a step in a store.
 
-    Args:
-        step_dir: Name of the step's directory.
-        items: The items that Orbax knows of; its metrics are one.
+    `items` are the items that Orbax knows of; its metrics are one of them.
     """
     return {f"{name}/{_SUCCESS}": _success(step_dir) for name in items}
 
@@ -132,12 +138,12 @@ def _success(step_dir: str) -> bytes:
 def item_view(item: ItemEntry) -> dict[str, bytes]:
     """Return the files of one item that do not depend on its values, by path relative to it.
 
-    Digests and values of the leaves, and where their chunks are, do not matter.
+    Digests and values of the leaves and the places of their chunks do not matter.
     """
-    if same_name(item.leaves.names) is not None:
+    if why_hidden(item):
         return {}
     tree = {}
-    # Thousands of leaves are of a few forms.
+    # Cached: thousands of leaves have a few forms.
     known: dict[tuple[str, Sequence[int]], dict[str, Any]] = {}
     for names, keys, leaf in _paths(item):
         if isinstance(leaf, Node) or leaf.kind not in ARRAY_KINDS:
@@ -145,7 +151,7 @@ def item_view(item: ItemEntry) -> dict[str, bytes]:
         else:
             likeness = (leaf.kind, leaf.chunks)
             about = known.get(likeness) or known.setdefault(likeness, _value_metadata(leaf))
-        # As text at once: containers for thousands of leaves would call the garbage collector.
+        # Text at once: containers for thousands of leaves would set off the garbage collector.
         text = msgspec.json.encode({"key_metadata": keys, "value_metadata": about})
         tree[f"({', '.join(names)}{',' * (len(names) == 1)})"] = msgspec.Raw(text)
     metadata = {
@@ -161,7 +167,7 @@ def item_view(item: ItemEntry) -> dict[str, bytes]:
         {"array_metadata": _array_metadata(leaf, name)}
         for leaf, name in zip(arrays, called, strict=True)
     ]
-    # Ten times as fast as `json`, and there are no numbers here that it writes in another way.
+    # msgspec is ten times as fast as `json`, and all numbers here look the same in both.
     return {
         "_METADATA": msgspec.json.encode(metadata),
         "_sharding": msgspec.json.encode(dict(_shardings(item, arrays, called))),
@@ -170,9 +176,11 @@ def item_view(item: ItemEntry) -> dict[str, bytes]:
 
 
 def text_view(item: ItemEntry) -> dict[str, bytes]:
-    """Return the file with the values of an item that have no array; empty if there are none."""
+    """Return the file of an item's values that have no array; empty if there are none."""
     table = item.leaves
-    # Of thousands of arrays none is looked at: they have no value.
+    if why_hidden(item):
+        return {}
+    # Only the scalars are made: arrays, of which there may be thousands, have no value.
     scalars = [table.bare(number) for number in sorted(table.values)]
     scalars = [leaf for leaf in scalars if _value_type(leaf) == "string"]
     names = orbax_names([leaf.name for leaf in scalars])
@@ -187,7 +195,7 @@ def _json(document: Any) -> bytes:
 def _paths(
     item: ItemEntry,
 ) -> Iterator[tuple[list[str], list[dict[str, Any]], LeafEntry | Node]]:
-    """Yield every leaf and empty container, with its keys as Python writes them and as Orbax."""
+    """Yield every leaf and empty container, with its keys in Python's form and in Orbax's."""
     leaves = list(item.leaves)
     if not item.nodes:
         for leaf in leaves:
@@ -210,7 +218,7 @@ def _paths(
 
 
 def _child_names(node: Node) -> Sequence[str]:
-    # Here and below, since copies of steps need no jax.
+    # Imported here and below, since copies of steps need no jax.
     from ckpt._tree.static_values import decode_key
 
     if node.kind in ("list", "tuple"):
@@ -240,8 +248,11 @@ def _value_metadata(leaf: LeafEntry | Node) -> dict[str, Any]:
 def _string_value(leaf: LeafEntry) -> str:
     value = leaf.value if leaf.kind == CALLABLE else decode_scalar(leaf)
     if isinstance(value, int):
-        # Python limits the length of decimal texts.
+        # Hexadecimal, since Python limits the length of decimal texts.
         return hex(value)
+    if isinstance(value, bytes) and len(value) > _MOST_REPR:
+        # The `repr` of bytes takes three times as much.
+        return f"base64:{leaf.value}"
     return value if isinstance(value, str) else repr(value)
 
 
@@ -250,7 +261,7 @@ def _array_metadata(leaf: LeafEntry, name: str) -> dict[str, Any]:
         "param_name": name,
         "write_shape": leaf.chunks,
         "chunk_shape": leaf.chunks,
-        # Orbax makes a typed PRNG key of such an array.
+        # Makes Orbax return such an array as a typed PRNG key.
         "ext_metadata": None if leaf.impl is None else {"random_key_impl": leaf.impl},
     }
 

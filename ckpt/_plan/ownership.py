@@ -1,11 +1,11 @@
 """Ownership of chunks: each has one owner, one of the processes that hold it. Pure.
 
-Every process works out its own part from what is the same on all of them, and looks only at shards
-that it holds. The processes that hold the same shards are a replica group: each knows what the
-group has to write, divides it in the same order, largest first and always to the member with the
-least so far, and takes its own part. What one process alone holds needs no dividing. In a shared
-place the owner alone writes a chunk; where each process has a place of its own, the others write it
-as well, as a copy.
+Every process computes its own part from data that is the same on all processes, and looks only at
+shards that it holds. The processes that hold the same shards are a replica group. Each member knows
+the chunks that the group has to write, divides them in the same order, largest first and always to
+the member with the least so far, and takes its own part. Chunks that one process alone holds need
+no dividing. In a shared place only the owner writes a chunk; if each process has a place of its
+own, the other holders write it as well, as a copy.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class ProcessGroup:
     """The processes of a job, as one of them sees them.
 
     Attributes:
-        index: Number of this process. Process 0 is the primary: it writes what is not spread over
-            processes.
-        count: How many there are.
-        mode: `shared`: all write into one place, everything once. `local`: every process writes
-            all that it holds into a place of its own.
+        index: Number of this process. Process 0 is the primary: it writes all data that is not
+            spread over processes.
+        count: Number of processes.
+        mode: `shared`: all processes write into one place, everything once. `local`: every process
+            writes all that it holds into a place of its own.
 
     Raises:
         InvalidArgumentError: The numbers or the mode are invalid.
@@ -45,7 +45,6 @@ class ProcessGroup:
     mode: Literal["shared", "local"] = "shared"
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         if self.count < 1 or not 0 <= self.index < self.count:
             raise InvalidArgumentError(
                 f"ProcessGroup(index={self.index!r}, count={self.count!r}): expected a count of at "
@@ -61,8 +60,8 @@ class ReplicaGroup(Struct, frozen=True, eq=False):
     Attributes:
         members: Their numbers, ascending.
         rank: Position of this process among them.
-        start: Position of the member that comes first while all have the same; it differs from
-            group to group, so that the lowest numbers do not get the remainder of everything.
+        start: Position of the member that comes first while all have the same amount; it differs
+            from group to group, so that the lowest numbers do not get the remainder of everything.
     """
 
     members: tuple[int, ...]
@@ -70,12 +69,12 @@ class ReplicaGroup(Struct, frozen=True, eq=False):
     start: int
 
 
-class HeldShard(Struct, frozen=True):
+class LocalShard(Struct, frozen=True):
     """A shard that this process holds.
 
     Attributes:
         place: Its place in the shard grid of its array.
-        shard: Position in `addressable_shards` of the first replica of it here.
+        shard: Position in `addressable_shards` of its first replica in this process.
     """
 
     place: Shape
@@ -83,15 +82,16 @@ class HeldShard(Struct, frozen=True):
 
 
 class ArrayPlacement(Struct, frozen=True, eq=False):
-    """How an array is placed on the devices of several processes, as one of them sees it.
+    """The placement of an array on the devices of several processes, as one of them sees it.
 
     Attributes:
         shards: The shards that this process holds, by the group that holds them.
-        is_whole_somewhere: Whether some process holds the whole array.
-        whole_group: The group of those that do, or None if this process is not among them.
+        is_whole_somewhere: True if some process holds the whole array.
+        whole_group: The group of processes that hold the whole array, or None if this process is
+            not one.
     """
 
-    shards: tuple[tuple[ReplicaGroup, tuple[HeldShard, ...]], ...]
+    shards: tuple[tuple[ReplicaGroup, tuple[LocalShard, ...]], ...]
     is_whole_somewhere: bool
     whole_group: ReplicaGroup | None
 
@@ -100,7 +100,7 @@ _EMPTY = ArrayPlacement((), is_whole_somewhere=True, whole_group=None)
 
 
 class Ownership(Struct):
-    """Which process holds what of the arrays of one tree; looks at every kind of placement once."""
+    """Finds the processes that hold each array of one tree; analyses every placement once."""
 
     group: ProcessGroup
     _ranges: dict[int, tuple[object, tuple[int, int]]] = field(default_factory=dict)
@@ -113,16 +113,16 @@ class Ownership(Struct):
     def placement(
         self, sharding: jax.sharding.Sharding | None, shape: Shape, name: str
     ) -> ArrayPlacement | None:
-        """Return how an array is placed on several processes, or None if it is on this one alone.
+        """Return the placement of an array on several processes; None if it is on this one alone.
 
         Args:
-            sharding: Its sharding; None for anything but a jax array.
+            sharding: Its sharding; None for all but jax arrays.
             shape: Its shape.
             name: Name of the leaf, for messages.
 
         Raises:
-            UnsupportedLeafError: It is on devices of one other process only.
-            InvalidArgumentError: It is on a process that does not save.
+            UnsupportedLeafError: The array is on devices of one other process only.
+            InvalidArgumentError: The array is on a process that does not save.
         """
         if sharding is None:
             return None
@@ -145,11 +145,11 @@ class Ownership(Struct):
         if 0 in shape:
             return _EMPTY
         # Shards are even, so only the number of parts of every axis matters.
-        parts = _parts(sharding, shape)
+        parts = _grid_of(sharding, shape)
         by_identity = self._placements.get((id(sharding), parts))
         if by_identity is not None:
             return by_identity[1]
-        # Hashing a sharding is slow, and jax makes new ones that are equal.
+        # Hashing a sharding is slow, so identity comes first; jax also makes new, equal ones.
         found = self._known.get((sharding, parts))
         if found is None:
             found = self._known[sharding, parts] = self._find(sharding, parts)
@@ -157,7 +157,7 @@ class Ownership(Struct):
         return found
 
     def _range_of(self, sharding: jax.sharding.Sharding) -> tuple[int, int]:
-        """Return the first and the last process that has devices of a sharding."""
+        """Return the first and the last process that have devices of a sharding."""
         known = self._ranges.get(id(sharding))
         if known is None:
             devices: set[jax.Device] = sharding.device_set
@@ -166,7 +166,7 @@ class Ownership(Struct):
         return known[1]
 
     def _find(self, sharding: jax.sharding.Sharding, parts: Shape) -> ArrayPlacement:
-        places = _places(sharding, parts)
+        places = _places_by_device(sharding, parts)
         index = self.group.index
         own: dict[Shape, int] = {}
         for shard, place in enumerate(place for process, place in places if process == index):
@@ -175,11 +175,11 @@ class Ownership(Struct):
         holders = {
             place: {process for process, found in held.items() if place in found} for place in own
         }
-        shards: dict[ReplicaGroup, list[HeldShard]] = {}
-        # In the same order on all processes.
+        shards: dict[ReplicaGroup, list[LocalShard]] = {}
+        # Sorted, so that all processes have the same order.
         for place in sorted(own):
             group = self._replica_group(holders[place])
-            shards.setdefault(group, []).append(HeldShard(place, own[place]))
+            shards.setdefault(group, []).append(LocalShard(place, own[place]))
         count = len({place for _, place in places})
         whole = {process for process, found in held.items() if len(found) == count}
         if self.group.mode == "local" and len(whole) < len(held):
@@ -192,7 +192,7 @@ class Ownership(Struct):
         )
 
     def _replica_group(self, processes: set[int]) -> ReplicaGroup:
-        """Return the group of `processes`, this one among them."""
+        """Return the group of `processes`, one of which is this one."""
         members = tuple(sorted(processes))
         known = self._groups.get(members)
         if known is None:
@@ -209,16 +209,16 @@ class _LeafChunks(Struct, frozen=True):
 
 
 class Partitioner(Struct):
-    """What replica groups have to write, divided among their members."""
+    """The chunks of replica groups, divided among their members."""
 
     _work: dict[ReplicaGroup, list[_LeafChunks]] = field(default_factory=dict)
 
     def add(self, group: ReplicaGroup, leaf: int, chunks: int, nbytes: int) -> None:
-        """Note that a group has to write so many chunks of a leaf, of `nbytes` each."""
+        """Add `chunks` chunks of a leaf, of `nbytes` each, to the work of a group."""
         self._work.setdefault(group, []).append(_LeafChunks(leaf, chunks, nbytes))
 
     def own(self) -> Mapping[tuple[int, ReplicaGroup], range]:
-        """Return by leaf and group which of the chunks, in their order, this process owns."""
+        """Return the numbers of the chunks that this process owns, by leaf and group."""
         return {
             (leaf, group): chunks
             for group, work in self._work.items()
@@ -226,7 +226,7 @@ class Partitioner(Struct):
         }
 
     def copies(self) -> Mapping[tuple[int, ReplicaGroup], Sequence[int]]:
-        """Return likewise which of the chunks this process holds, and another one owns."""
+        """Return the chunks that this process holds and another one owns, in the same form."""
         own = self.own()
         return {
             (each.leaf, group): [
@@ -241,7 +241,7 @@ def _own_part(group: ReplicaGroup, work: list[_LeafChunks]) -> list[tuple[int, r
     count = len(group.members)
     if count == 1:
         return [(each.leaf, range(each.chunks)) for each in work]
-    # How much every member has beyond what all of them have, and who comes first among equals.
+    # Load of every member beyond the common one, and its turn among equal loads.
     loads = [(0, (rank - group.start) % count, rank) for rank in range(count)]
     heapq.heapify(loads)
     found = []
@@ -257,19 +257,21 @@ def _own_part(group: ReplicaGroup, work: list[_LeafChunks]) -> list[tuple[int, r
     return found
 
 
-def held_by(sharding: jax.sharding.Sharding, shape: Shape) -> dict[int, frozenset[Shape]]:
-    """Return for every process the places in the shard grid of what its devices hold."""
+def regions_by_process(
+    sharding: jax.sharding.Sharding, shape: Shape
+) -> dict[int, frozenset[Shape]]:
+    """Return for every process the places in the shard grid that its devices hold."""
     return {
         process: frozenset(found)
-        for process, found in _held(_places(sharding, _parts(sharding, shape))).items()
+        for process, found in _held(_places_by_device(sharding, _grid_of(sharding, shape))).items()
     }
 
 
 def holders_of(sharding: jax.sharding.Sharding, shape: Shape, offset: Shape) -> tuple[int, ...]:
     """Return the processes that hold the element of an array at `offset`, for messages."""
-    parts = _parts(sharding, shape)
+    parts = _grid_of(sharding, shape)
     wanted = tuple(o * p // n for o, p, n in zip(offset, parts, shape, strict=True))
-    places = _places(sharding, parts)
+    places = _places_by_device(sharding, parts)
     return tuple(sorted({process for process, place in places if place == wanted}))
 
 
@@ -280,13 +282,13 @@ def _held(places: Iterable[tuple[int, Shape]]) -> dict[int, set[Shape]]:
     return held
 
 
-def _parts(sharding: jax.sharding.Sharding, shape: Shape) -> Shape:
+def _grid_of(sharding: jax.sharding.Sharding, shape: Shape) -> Shape:
     shard = sharding.shard_shape(shape)
     return tuple(n // s if s else 1 for n, s in zip(shape, shard, strict=True))
 
 
-def _places(sharding: jax.sharding.Sharding, parts: Shape) -> list[tuple[int, Shape]]:
-    """Return for every device its process, and the place in the shard grid of what it holds."""
+def _places_by_device(sharding: jax.sharding.Sharding, parts: Shape) -> list[tuple[int, Shape]]:
+    """Return for every device its process, and the place in the shard grid that it holds."""
     devices: Mapping[jax.Device, tuple[slice, ...]] = sharding.devices_indices_map(parts)
     return [
         (device.process_index, tuple(part.start or 0 for part in index))

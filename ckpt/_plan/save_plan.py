@@ -1,11 +1,11 @@
-"""The save plan: what is written where, from leaves to chunks to write batches. Pure.
+"""The save plan: from leaves to chunks to write batches, each with its place. Pure.
 
-A plan depends on the specs of the leaves alone, so one plan serves every save of a tree of the same
+A plan depends only on the specs of the leaves, so one plan serves every save of a tree of the same
 structure. The chunks of a write batch are staged together into one block of memory, and written as
 one data file. Leaves of a few kilobytes are packed: the whole array is one chunk, gathered from its
-shards. Of several processes each has a plan of its own, with its part of the chunks. Where each
-writes all that it holds, what it owns and what are copies go into different files, so that the
-parts of all processes can be put together without reading them.
+shards. With several processes each has a plan of its own, with its part of the chunks. If each
+writes all that it holds, owned chunks and copies go into different files, so that the parts of all
+processes can be put together without reading them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ckpt._plan.chunking import (
     LeafPlanner,
     Limits,
     add_leaf,
-    has_chunks,
     limits_of,
     shared_chunks,
     whole_leaf_chunks,
@@ -32,7 +31,7 @@ from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import InvalidArgumentError
 
-# A chunk takes about 55 bytes of the manifest, a file 130; it may have 256 MiB in all.
+# A chunk takes about 55 bytes of the manifest, a file 130; the manifest may have 256 MiB.
 MOST_CHUNKS = 3_000_000
 
 
@@ -43,7 +42,7 @@ class SavePlan(Struct, frozen=True):
         leaves: A plan for every leaf, in tree order; the same on all processes.
         batches: The batches that this process writes, biggest first.
         nbytes: Logical bytes of all arrays, shared ones once; Python scalars do not count.
-        group: The processes that save, or None for one alone.
+        group: The processes that save, or None for a single process.
         own: Numbers of the leaves that every process has for itself. In a shared place they are
             stored once, so they must be equal on all processes.
         limits: The largest batches and chunks.
@@ -61,7 +60,7 @@ class SavePlan(Struct, frozen=True):
 
     @property
     def is_encoded(self) -> bool:
-        """Whether the places of some chunks are known only once they are encoded."""
+        """True if the places of some chunks are known only once they are encoded."""
         return any(batch.encoded for batch in self.batches)
 
 
@@ -77,13 +76,13 @@ def plan_save(
 
     Args:
         names: Stored name of every leaf.
-        specs: What every leaf is.
-        budget_bytes: The staging budget, the same on all processes; batches are kept to a quarter
-            of it, so that staging and writing can overlap within it. (A single chunk that cannot be
-            smaller may be larger.)
-        group: The processes that save together; None for one alone.
-        largest_file_bytes: No data file is larger.
-        usual_file_bytes: About the best size of a data file; None for the best on a disk.
+        specs: Spec of every leaf.
+        budget_bytes: The staging budget in bytes, the same on all processes; batches are kept to a
+            quarter of it, so that staging and writing can overlap within it. (A single chunk that
+            cannot be smaller may be larger.)
+        group: The processes that save together; None for a single process.
+        largest_file_bytes: Most bytes of a data file.
+        usual_file_bytes: Approximate best size of a data file; None for the best on a disk.
 
     Raises:
         UnsupportedLeafError: The name of a leaf is too long to be a key of a database, or the leaf
@@ -116,7 +115,7 @@ def plan_save(
         leaves.append(leaf)
         if placement is not None:
             placements[number] = placement
-            if has_chunks(leaf):
+            if leaf.has_chunks:
                 add_leaf(partitioner, number, leaf, placement)
         elif group is not None and spec.same_as is None:
             own.append(number)
@@ -129,7 +128,7 @@ def plan_save(
     found: list[Chunk] = []
     copies: list[Chunk] = []
     for number, leaf in enumerate(leaves):
-        if not has_chunks(leaf):
+        if not leaf.has_chunks:
             continue
         if number in placements:
             found.extend(shared_chunks(number, leaf, placements[number], parts))
@@ -151,18 +150,18 @@ def plan_save(
 
 
 def plan_rest(
-    plan: SavePlan, done: Set[tuple[int, int]], apart: Sequence[Set[tuple[int, int]]] = ()
+    plan: SavePlan, done: Set[tuple[int, int]], separate: Sequence[Set[tuple[int, int]]] = ()
 ) -> SavePlan:
     """Return the plan of a save that leaves out some chunks of `plan`.
 
     Args:
         plan: The plan for all chunks of this process.
         done: The chunks that need not be written: number of the leaf, and of the chunk in it.
-        apart: Sets of chunks, each of which has batches of its own.
+        separate: Sets of chunks, each of which gets batches of its own.
     """
     every = [chunk for batch in plan.batches for chunk in batch.chunks]
     every.sort(key=lambda chunk: (chunk.leaf, chunk.number))
-    group_of = {chunk: number for number, chunks in enumerate(apart) for chunk in chunks}
+    group_of = {chunk: number for number, chunks in enumerate(separate) for chunk in chunks}
     groups: dict[tuple[int, bool], list[Chunk]] = {}
     for chunk in every:
         key = (chunk.leaf, chunk.number)

@@ -1,4 +1,4 @@
-"""Array targets: what an array is restored as, or why it cannot be."""
+"""Array targets: the form in which an array is restored, or the reason why it cannot be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckpt._format.regions import Region, addressable_regions, whole
 from ckpt._plan.slices.array_slices import ArraySlice
 from ckpt._plan.virtual_arrays import VirtualArray
 from ckpt._runtime.caller import caller
-from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, UNREADABLE
 from ckpt.errors import CorruptCheckpointError
 
 # Python scalars that arrays without dimensions can be restored as.
@@ -27,7 +27,7 @@ _CATEGORIES: dict[type, str] = {
     float: jnp.floating.__name__,
     complex: jnp.complexfloating.__name__,
 }
-# As jax arrays only where jax has 64 bits switched on.
+# Dtypes that jax arrays have only if jax has 64 bits switched on.
 _OF_64_BITS = frozenset({"int64", "uint64", "float64", "complex128"})
 
 Shape = tuple[int, ...]
@@ -35,16 +35,17 @@ DType = np.dtype[Any]
 
 
 class ArrayTarget(Struct, frozen=True, gc=False):
-    """What an array leaf is restored as.
+    """The form in which an array leaf is restored.
 
     Attributes:
         kind: `jax`, `key`, `numpy`, `numpy_scalar`, or a Python type: `bool`, `int`, `float`,
             `complex`.
         dtype: Dtype of the result; for a PRNG key that of its data.
         sharding: Sharding of a jax array; None for an uncommitted one where jax puts new arrays.
-        weak_type: Whether it is weakly typed.
+        weak_type: True if it is weakly typed.
         impl: Implementation of a PRNG key.
-        is_cast: Whether the dtype was asked for by `Adapt(cast=...)`, whatever becomes of values.
+        is_cast: True if the dtype comes from `Adapt(cast=...)`, so that any loss of precision is
+            intended.
     """
 
     kind: str
@@ -59,12 +60,12 @@ class ArrayRead(Struct, frozen=True, gc=False):
     """One array to read.
 
     Attributes:
-        target: What it is restored as.
-        shape: Its shape; for a PRNG key that of its data.
-        stored: Dtype of what is read, which may differ from the target's.
+        target: Form in which it is restored.
+        shape: Shape of the array; for a PRNG key that of its data.
+        stored: Dtype of the stored bytes, which may differ from the target's.
         leaf: Number of the stored leaf that it is as a whole, or None.
         path: Leaf path, for messages.
-        pieces: Otherwise the slices that it is made of; zeros fill the rest.
+        pieces: The slices that it is made of if it is no whole leaf; zeros fill the rest.
         value: The array itself if it is already known, from a stored Python scalar.
     """
 
@@ -86,7 +87,7 @@ class ArrayRead(Struct, frozen=True, gc=False):
 
 
 def array_target(leaf: Any, entry: LeafEntry) -> tuple[ArrayTarget, Shape] | None:
-    """Return what an array-like target leaf asks for and its shape; None if it is not array-like.
+    """Return the target of an array-like leaf, and its shape; None if it is not array-like.
 
     The shape of a PRNG key is that of the key, not of its data.
     """
@@ -100,7 +101,8 @@ def array_target(leaf: Any, entry: LeafEntry) -> tuple[ArrayTarget, Shape] | Non
     sharding = getattr(leaf, "sharding", None)
     kind, impl = getattr(leaf, "kind", "jax"), getattr(leaf, "impl", None)
     if kind == "jax" and jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        kind, impl = "key", _impl_of(dtype, entry.impl)
+        fits = entry.impl is not None and _key_dtype(entry.impl) == dtype
+        kind, impl = "key", entry.impl if fits else str(dtype)
     if kind == "key":
         dtype = np.dtype(np.uint32)
     try:
@@ -118,14 +120,9 @@ def array_target(leaf: Any, entry: LeafEntry) -> tuple[ArrayTarget, Shape] | Non
     return ArrayTarget(kind, dtype, sharding, weak, impl), shape
 
 
-def _impl_of(dtype: Any, stored: str | None) -> str:
-    """Return the implementation of a key dtype, in jax's words unless it is the stored one."""
-    return stored if stored is not None and _key_dtype(stored) == dtype else str(dtype)
-
-
 @functools.cache
 def _key_dtype(impl: str) -> Any:
-    """Return the dtype of keys of an implementation, or None if this process does not have it."""
+    """Return the dtype of keys of an implementation; None if this process does not have it."""
     try:
         return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
     except Exception:
@@ -135,7 +132,7 @@ def _key_dtype(impl: str) -> Any:
 
 @functools.cache
 def _key_data(impl: str) -> Any:
-    """Return shape and dtype of the data of one key, or None if this process does not have it."""
+    """Return shape and dtype of the data of one key; None if this process does not have it."""
     if _key_dtype(impl) is None:
         return None
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
@@ -147,7 +144,7 @@ def key_shape(entry: LeafEntry) -> Shape:
 
 
 def _is_free(entry: LeafEntry) -> bool:
-    """Tell whether what is stored was bound to no devices."""
+    """Return True if the stored leaf was bound to no devices."""
     return entry.kind in PYTHON_TYPES or (entry.kind in ("jax", "key") and not entry.committed)
 
 
@@ -167,17 +164,18 @@ def default_device() -> jax.Device:
 def array_problem(
     source: VirtualArray, target: ArrayTarget, shape: Shape, *, casts: bool
 ) -> str | None:
-    """Return why an array cannot be restored as its target, or None.
+    """Return the reason why an array cannot be restored as its target, or None.
 
     Args:
-        source: What is stored.
+        source: The stored array.
         target: The target.
         shape: The shape of the result; for a PRNG key that of its data.
-        casts: Whether a cast to another kind of dtype was asked for.
+        casts: True if a cast to another kind of dtype was asked for.
     """
     entry = source.entry
     if (entry.kind == "key") != (target.kind == "key") or entry.impl != target.impl:
-        return f"wanted {_target_text(target)}"
+        is_key = target.kind == "key"
+        return "wanted " + (f"a PRNG key ({target.impl})" if is_key else f"{target.dtype} values")
     if target.kind == "key":
         data = _key_data(target.impl or "")
         if data is None:
@@ -210,12 +208,8 @@ def array_problem(
     return None
 
 
-def _target_text(target: ArrayTarget) -> str:
-    return f"a PRNG key ({target.impl})" if target.kind == "key" else f"{target.dtype} values"
-
-
 def python_target(leaf: Any, source: VirtualArray) -> ArrayTarget | None:
-    """Return the target of an array without dimensions that is wanted as a Python scalar, or None.
+    """Return the target of an array without dimensions if a Python scalar is wanted, else None.
 
     A step counter is a Python int in a fresh state, and an array after a jitted step.
     """
@@ -239,12 +233,12 @@ def scalar_value(value: Any, dtype: DType) -> np.ndarray[Any, Any] | None:
         return array if int(array[()]) == value else None
     with np.errstate(all="ignore"):
         array = np.asarray(value).astype(dtype)
-    # Rounded, but not made infinite.
+    # The value may be rounded, but not made infinite.
     return array if np.isfinite(complex(array[()])) or not np.isfinite(value) else None
 
 
 def same_category(one: DType, other: DType) -> bool:
-    """Tell whether two dtypes are both integers, both floating, both complex or both bool."""
+    """Return True if two dtypes are both integers, both floating, both complex or both bool."""
     return _category(one) == _category(other)
 
 
@@ -256,14 +250,14 @@ def _category(dtype: DType) -> str:
 
 
 def is_abstract(leaf: Any) -> bool:
-    """Tell whether a target leaf only says what is wanted, as a shape or a type does."""
+    """Return True if a target leaf is only a description, such as a shape or a type."""
     return isinstance(leaf, type) or (
         hasattr(leaf, "shape") and not isinstance(leaf, jax.Array | np.ndarray | np.generic)
     )
 
 
 def wanted_text(leaf: Any) -> str:
-    """Return what a target leaf asks for, for messages."""
+    """Return a text that describes the wanted leaf, for messages."""
     if leaf is ...:
         return "to be skipped"
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
@@ -295,7 +289,7 @@ def wanted_text(leaf: Any) -> str:
 
 
 def stored_text(source: VirtualArray) -> str:
-    """Return what is stored, for messages."""
+    """Return a text that describes the stored leaf, for messages."""
     entry = source.entry
     if entry.kind == "key":
         return f"PRNG key {entry.impl:.40}{list(source.shape[:-1])}"
@@ -303,4 +297,6 @@ def stored_text(source: VirtualArray) -> str:
         return f"{entry.dtype}{list(source.shape)}"
     if entry.kind == CALLABLE:
         return f"the function {entry.value!s:.80}"
+    if entry.kind in UNREADABLE:
+        return f"something that cannot be read ({entry.value})"
     return f"a Python {entry.kind}" if "_" not in entry.kind else f"a {entry.kind}"

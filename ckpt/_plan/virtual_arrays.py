@@ -1,7 +1,7 @@
 """Virtual arrays, made of slices of stored arrays: the algebra of stacking, splitting, reshaping.
 
-An array slice says which elements of a stored leaf are which elements of the virtual array: a stack
-of ten vectors is ten slices, and what is read of them depends on the devices that need it.
+An array slice maps elements of a stored leaf to elements of the virtual array. A stack of ten
+vectors is ten slices; the devices that need the stack decide which parts of them are read.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ckpt._plan.slices.array_slices import ArraySlice, moved, permuted, repeated
 from ckpt._plan.slices.shape_changes import reshaped
 from ckpt._plan.slices.strides import Shape
 
-# Slices that a reshape may make beyond those there are. A plan looks at each for every device, and
-# so many take a few seconds.
+# Most slices that a reshape may add. A plan looks at each slice for every device; this many take a
+# few seconds.
 MOST_SLICES = 10_000
 
 
@@ -26,10 +26,10 @@ class VirtualArray(Struct, frozen=True, gc=False):
     """An array that can be made of stored ones.
 
     Attributes:
-        entry: Manifest entry of the leaf that it is, or of the first one that it is made of.
-        shape: Its shape.
+        entry: Manifest entry of the leaf that it is, or of the first leaf that it is made of.
+        shape: Shape of the array.
         leaf: Number of the stored leaf that it is as a whole, or None.
-        pieces: Otherwise the slices that it is made of; zeros fill the rest.
+        pieces: The slices that it is made of if it is no whole leaf; zeros fill the rest.
         used: Leaf paths of all stored leaves that it is made of.
     """
 
@@ -46,7 +46,7 @@ class VirtualArray(Struct, frozen=True, gc=False):
 
     @property
     def parts(self) -> tuple[ArraySlice, ...]:
-        """The slices, also of a whole leaf."""
+        """The slices that it is made of; for a whole leaf, the one slice of all of it."""
         if self.leaf is None:
             return self.pieces
         everything = whole(self.shape)
@@ -58,11 +58,11 @@ def insert_axis(source: VirtualArray, axis: int) -> VirtualArray:
 
     def with_axis(piece: ArraySlice) -> ArraySlice:
         region = piece.target
-        wider = Region(_with(region.offset, axis, 0), _with(region.shape, axis, 1))
+        wider = Region(_insert_at(region.offset, axis, 0), _insert_at(region.shape, axis, 1))
         return moved(piece, wider, lambda each: each + (each >= axis))
 
     pieces = tuple(map(with_axis, source.parts))
-    return replace(source, shape=_with(source.shape, axis, 1), leaf=None, pieces=pieces)
+    return replace(source, shape=_insert_at(source.shape, axis, 1), leaf=None, pieces=pieces)
 
 
 def drop_axis(source: VirtualArray, axis: int) -> VirtualArray:
@@ -70,16 +70,18 @@ def drop_axis(source: VirtualArray, axis: int) -> VirtualArray:
 
     def without_axis(piece: ArraySlice) -> ArraySlice:
         region = piece.target
-        narrower = Region(_without(region.offset, axis), _without(region.shape, axis))
+        narrower = Region(_drop_at(region.offset, axis), _drop_at(region.shape, axis))
         return moved(piece, narrower, lambda each: each - (each > axis))
 
     pieces = tuple(map(without_axis, source.parts))
-    return replace(source, shape=_without(source.shape, axis), leaf=None, pieces=pieces)
+    return replace(source, shape=_drop_at(source.shape, axis), leaf=None, pieces=pieces)
 
 
 def cut(source: VirtualArray, axis: int, start: int, length: int) -> VirtualArray:
     """Return the slice of the array from `start` on along `axis`, `length` long."""
-    slab = Region(_at((0,) * len(source.shape), axis, start), _at(source.shape, axis, length))
+    slab = Region(
+        _replace_at((0,) * len(source.shape), axis, start), _replace_at(source.shape, axis, length)
+    )
     pieces = tuple(
         replace(part, target=part.target.within(slab))
         for piece in source.parts
@@ -95,12 +97,12 @@ def concatenated(sources: Sequence[VirtualArray], axis: int) -> VirtualArray:
     for source in sources:
         for piece in source.parts:
             corner = piece.target.offset
-            behind = Region(_at(corner, axis, corner[axis] + end), piece.target.shape)
+            behind = Region(_replace_at(corner, axis, corner[axis] + end), piece.target.shape)
             pieces.append(replace(piece, target=behind))
         end += source.shape[axis]
     first = sources[0]
     used = tuple(name for source in sources for name in source.used)
-    return VirtualArray(first.entry, _at(first.shape, axis, end), None, tuple(pieces), used)
+    return VirtualArray(first.entry, _replace_at(first.shape, axis, end), None, tuple(pieces), used)
 
 
 def resize(source: VirtualArray, shape: Shape) -> VirtualArray:
@@ -122,14 +124,14 @@ def transpose(source: VirtualArray, axes: Sequence[int]) -> VirtualArray:
 def repeat(source: VirtualArray, axis: int, times: int) -> VirtualArray:
     """Return the array with every slice along `axis` `times` in a row."""
     pieces = tuple(repeated(piece, axis, times) for piece in _filled(source))
-    shape = _at(source.shape, axis, source.shape[axis] * times)
+    shape = _replace_at(source.shape, axis, source.shape[axis] * times)
     return replace(source, shape=shape, leaf=None, pieces=pieces)
 
 
 def reshape(source: VirtualArray, shape: Shape) -> VirtualArray | None:
     """Return the array with its elements in C order in another shape of the same size.
 
-    None if it would be made of too many slices: more than `MOST_SLICES` beyond those it is made of.
+    None if that would take too many slices: more than `MOST_SLICES` beyond its present ones.
     """
     parts = _filled(source)
     pieces: list[ArraySlice] = []
@@ -142,17 +144,17 @@ def reshape(source: VirtualArray, shape: Shape) -> VirtualArray | None:
 
 
 def _filled(source: VirtualArray) -> list[ArraySlice]:
-    """Return the slices that have elements."""
+    """Return the slices that are not empty."""
     return [piece for piece in source.parts if piece.size]
 
 
-def _at(values: Shape, axis: int, value: int) -> Shape:
+def _replace_at(values: Shape, axis: int, value: int) -> Shape:
     return (*values[:axis], value, *values[axis + 1 :])
 
 
-def _with(values: Shape, axis: int, value: int) -> Shape:
+def _insert_at(values: Shape, axis: int, value: int) -> Shape:
     return (*values[:axis], value, *values[axis:])
 
 
-def _without(values: Shape, axis: int) -> Shape:
+def _drop_at(values: Shape, axis: int) -> Shape:
     return (*values[:axis], *values[axis + 1 :])

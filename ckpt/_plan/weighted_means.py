@@ -1,17 +1,20 @@
-"""Weighted means of checkpoints: what is averaged, how precisely, and what is alike. Pure."""
+"""Weighted means of checkpoints: the leaves to average, the precision, and checks. Pure."""
 
 from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from msgspec.structs import replace
 
 from ckpt._arguments import invalid, shown
 from ckpt._format.dtypes import parse_dtype
+from ckpt._format.leaf_table import LeafTable
 from ckpt._format.manifest import ItemEntry
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
@@ -25,15 +28,16 @@ _TOLERANCE = 1e-6
 
 
 def check_weights(name: str, given: Mapping[Any, Any]) -> dict[Any, float]:
-    """Return the weights of checkpoints; a sum other than one is said in a warning.
+    """Return the weights of checkpoints; warn if their sum is not one.
 
     Raises:
-        InvalidArgumentError: There is none, or one is not a finite number.
+        InvalidArgumentError: There is no weight, or a weight is not a finite number.
     """
     if not given:
         raise invalid(name, given, "a checkpoint or more, each with its weight")
     for path, weight in given.items():
-        if not _is_number(weight):
+        is_number = isinstance(weight, int | float | np.floating) and not isinstance(weight, bool)
+        if not (is_number and abs(weight) <= sys.float_info.max):
             raise InvalidArgumentError(
                 f"{name}: the weight of {shown(path)} is {shown(weight)}; expected a number"
             )
@@ -46,23 +50,11 @@ def check_weights(name: str, given: Mapping[Any, Any]) -> dict[Any, float]:
     return {path: float(weight) for path, weight in given.items()}
 
 
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
-
-
 def is_averaged(kind: str, dtype: str | None) -> bool:
-    """Tell whether a leaf has real or complex numbers; others cannot have a mean."""
-    return (
-        kind in ARRAY_KINDS
-        and kind != "key"
-        and dtype is not None
-        and bool(jnp.issubdtype(parse_dtype(dtype), jnp.inexact))
-    )
+    """Return True if a leaf has real or complex numbers; others cannot have a mean."""
+    if dtype is None or kind == "key" or kind not in ARRAY_KINDS:
+        return False
+    return bool(jnp.issubdtype(parse_dtype(dtype), jnp.inexact))
 
 
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -73,14 +65,14 @@ def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def check_alike(checkpoints: Mapping[str, Mapping[str, ItemEntry]], main: str) -> None:
-    """Raise if checkpoints have different leaves.
+    """Raise an error if checkpoints have different leaves.
 
     Args:
-        checkpoints: Their items, by where they are.
-        main: The one that the others are compared with.
+        checkpoints: Items of each checkpoint, by its path or URL.
+        main: The checkpoint that the others are compared with.
 
     Raises:
-        TargetMismatchError: They have; lists every leaf.
+        TargetMismatchError: Leaves differ; lists them all.
     """
     first = _described(checkpoints[main])
     problems: list[str] = []
@@ -100,7 +92,7 @@ def check_alike(checkpoints: Mapping[str, Mapping[str, ItemEntry]], main: str) -
 
 
 def _described(items: Mapping[str, ItemEntry]) -> dict[str, str]:
-    """Return what every leaf is, by item and leaf path."""
+    """Return a description of every leaf, by item and leaf path."""
     found: dict[str, str] = {}
     for name, item in items.items():
         if not item.nodes and not len(item.leaves):
@@ -115,6 +107,32 @@ def _described(items: Mapping[str, ItemEntry]) -> dict[str, str]:
     return found
 
 
+def numbers_in(other: ItemEntry, main: ItemEntry) -> Sequence[int]:
+    """Return the number in another item of every leaf of the main item: leaves match by name."""
+    names, others = (unboxed_names(each.nodes, each.leaves.names) for each in (main, other))
+    numbers = {name: number for number, name in enumerate(others)}
+    return [numbers[name] for name in names]
+
+
+def with_common_arrays(main: ItemEntry, others: Sequence[ItemEntry]) -> ItemEntry:
+    """Return the main item, in which leaves are one array only if they have one mean.
+
+    Leaves that are one array in the main checkpoint may be several in another.
+    """
+    if not main.leaves.same_as:
+        return main
+    every = [(other.leaves.same_as, numbers_in(other, main)) for other in others]
+    firsts: dict[tuple[int, ...], int] = {}
+    leaves = []
+    for number, leaf in enumerate(main.leaves):
+        array = [number if leaf.same_as is None else leaf.same_as]
+        if is_averaged(leaf.kind, leaf.dtype):
+            array += [same_as.get(numbers[number], numbers[number]) for same_as, numbers in every]
+        first = firsts.setdefault(tuple(array), number)
+        leaves.append(replace(leaf, same_as=None if first == number else first))
+    return replace(main, leaves=LeafTable.of(leaves))
+
+
 def heaviest(places: Sequence[str], weights: Sequence[float]) -> str:
-    """Return the checkpoint with the largest weight, the first of several."""
+    """Return the checkpoint with the largest weight; the first if there are several."""
     return max(zip(weights, places, strict=True), key=lambda pair: pair[0])[1]

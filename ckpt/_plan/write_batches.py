@@ -10,25 +10,25 @@ from msgspec.structs import force_setattr, replace
 from ckpt._format.regions import Region
 
 # Chunks start on cache lines, so that copies and hashes run at full speed and jax can take over the
-# memory they are read into; larger ones start on sectors, so that they can be read past the page
+# memory they are read into. Larger chunks start on sectors, so that reads can bypass the page
 # cache.
 CHUNK_ALIGNMENT = 64
 SECTOR = 4096
 DIRECT_BYTES = 1 << 20
-# A batch must be large against the few milliseconds that a file costs, and small enough that
-# several fit the budget and every lane has some.
+# Size of a batch: large against the few milliseconds that a file costs, and so small that several
+# fit the budget and every lane has some.
 BATCH_BYTES = 48 << 20
-# Beside a chunk in its block: the memory that it is encoded into, and the bytes cut from that.
+# Copies of a chunk beside it in its block: the memory it is encoded into, and the resulting bytes.
 _ENCODING_COPIES = 2
 
 
 class ChunkPart(Struct, frozen=True):
-    """What one shard holds of a chunk.
+    """The part of a chunk that one shard holds.
 
     Attributes:
         shard: Position of the shard in `addressable_shards`.
-        source: The part relative to the shard.
-        target: The same relative to the chunk.
+        source: The part, relative to the shard.
+        target: The same part, relative to the chunk.
     """
 
     shard: int
@@ -37,18 +37,18 @@ class ChunkPart(Struct, frozen=True):
 
 
 class Chunk(Struct, frozen=True, gc=False):
-    """One stored chunk and where its bytes come from.
+    """One stored chunk, and the sources of its bytes.
 
     Attributes:
         leaf: Number of the leaf.
         number: Number of the chunk within the leaf, in C order of the chunk grid.
-        parts: The shards it is copied from, almost always one; none for a packed leaf, whose whole
-            array is the chunk.
+        parts: The parts of shards it is copied from, almost always one; none for a packed leaf,
+            whose whole array is the chunk.
         place: Its place in the chunk grid.
         region: The part of the global array that it covers.
-        offset: First byte within the batch's staged bytes.
-        nbytes: Its bytes.
-        stored_nbytes: Bytes of a full chunk: zarr wants padding beyond the edge of an array.
+        offset: Offset of its first byte in the batch's staged bytes.
+        nbytes: Bytes of the elements in the array.
+        stored_nbytes: Bytes of a full chunk: zarr requires padding beyond the edge of an array.
     """
 
     leaf: int
@@ -64,16 +64,17 @@ class Chunk(Struct, frozen=True, gc=False):
 class WriteBatch(Struct, frozen=True):
     """Chunks that are staged and written together, as one file.
 
-    A batch that is to be encoded is staged at the end of a larger block, whose beginning takes the
-    encoded chunks: there is always room for the next one before those still to be encoded.
+    A batch to be encoded is staged at the end of a larger block. The encoded chunks go to the
+    beginning of the block, where there is always room for the next one before the chunks that are
+    still to be encoded.
 
     Attributes:
-        packed: Whether its chunks are whole packed leaves.
+        packed: True if its chunks are whole packed leaves.
         chunks: The chunks, in the order of their offsets.
-        nbytes: Bytes of the chunks as they are staged, alignment included; unless they are
-            encoded, the size of the file.
-        encoded: Whether the chunks are encoded before they are written.
-        staged_at: Where the staged chunks begin in the block.
+        nbytes: Bytes of the staged chunks, alignment included; also the size of the file, unless
+            chunks are encoded.
+        encoded: True if the chunks are encoded before they are written.
+        staged_at: Offset of the staged chunks in the block.
         block_bytes: Staging memory that it takes, including all copies that encoding makes.
     """
 
@@ -85,18 +86,29 @@ class WriteBatch(Struct, frozen=True):
     block_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Take at least as much memory as is staged."""
+        """Raise `block_bytes` to the bytes that are staged."""
         force_setattr(self, "block_bytes", max(self.block_bytes, self.nbytes))
+
+    def with_chunks(self, kept: Set[tuple[int, int]]) -> WriteBatch | None:
+        """Return the staged batch reduced to the chunks `kept`; None if none is left.
+
+        Chunks keep their order, so each can be moved to its new offset, one after the other. `kept`
+        has pairs of a leaf number and the chunk's number in the leaf.
+        """
+        left = [chunk for chunk in self.chunks if (chunk.leaf, chunk.number) in kept]
+        for packed in pack_chunks(left, self.nbytes, packed=self.packed):
+            return replace(self, chunks=packed.chunks, nbytes=packed.nbytes)
+        return None
 
 
 class FileSpan(Struct, frozen=True, gc=False):
-    """Where an encoded chunk is in its file."""
+    """The place of an encoded chunk in its file."""
 
     offset: int
     length: int
 
 
-# By number of the batch where its chunks are; only of batches that were encoded.
+# Places of the chunks of encoded batches, by number of the batch.
 FileSpans = Mapping[int, Sequence[FileSpan]]
 
 
@@ -118,25 +130,10 @@ def pack_chunks(
         yield WriteBatch(packed, tuple(batch), file_size(end))
 
 
-def with_chunks(batch: WriteBatch, kept: Set[tuple[int, int]]) -> WriteBatch | None:
-    """Return a staged batch with some of its chunks; None for none.
-
-    They keep their order, so each can be moved to its new offset, one after the other.
-
-    Args:
-        batch: The batch.
-        kept: Number of the leaf, and of the chunk in it.
-    """
-    left = [chunk for chunk in batch.chunks if (chunk.leaf, chunk.number) in kept]
-    for packed in pack_chunks(left, batch.nbytes, packed=batch.packed):
-        return replace(batch, chunks=packed.chunks, nbytes=packed.nbytes)
-    return None
-
-
 def to_encode(batch: WriteBatch) -> WriteBatch:
     """Return a batch whose chunks are encoded before they are written."""
     sizes = [chunk.stored_nbytes for chunk in batch.chunks]
-    # By how much the chunks can grow, one after the other.
+    # Bytes by which all chunks together can grow.
     growth = sum(encoded_bound(size) + alignment_of(encoded_bound(size)) - size for size in sizes)
     staged_at = aligned(growth, SECTOR)
     more = _ENCODING_COPIES * encoded_bound(max(sizes))
@@ -145,19 +142,19 @@ def to_encode(batch: WriteBatch) -> WriteBatch:
 
 
 def encoded_bound(nbytes: int) -> int:
-    """Return the most bytes that a chunk of `nbytes` can have once it is encoded."""
+    """Return the most bytes of an encoded chunk whose plain size is `nbytes`."""
     # zstd adds 1/256 and up to 64 bytes, blosc 16 bytes.
     return nbytes + nbytes // 128 + 128
 
 
 def alignment_of(length: int) -> int:
-    """Return what the offset of a chunk of `length` bytes is a multiple of."""
+    """Return the alignment of the offset of a chunk of `length` bytes."""
     return SECTOR if length > SECTOR else CHUNK_ALIGNMENT
 
 
 def file_size(end: int) -> int:
     """Return the size of a data file whose last chunk ends at `end`."""
-    # Only whole sectors can be written past the page cache, which a small file is not worth.
+    # Only whole sectors can bypass the page cache, which is not worth it for a small file.
     return aligned(end, SECTOR if end >= DIRECT_BYTES else CHUNK_ALIGNMENT)
 
 

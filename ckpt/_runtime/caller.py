@@ -1,9 +1,8 @@
-"""What the thread that makes a call has set in jax, for the threads that do the work.
+"""Settings of jax in the calling thread, for the threads that do the work.
 
-jax keeps a mesh, a default device and the switch for 64 bits for one thread alone where they are
-set by a `with` block, or by `jax.set_mesh`. What is set for the whole program, such as a guard
-against transfers that nobody has asked for, is meant for the program's own code: a save was asked
-for.
+A mesh, a default device and the switch for 64 bits hold for one thread alone if they are set by a
+`with` block, or by `jax.set_mesh`. Settings of the whole program, such as a guard against transfers
+that nobody has asked for, are meant for the program's own code: a save was asked for.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Caller(Struct, frozen=True):
-    """What a calling thread has set.
+    """The settings of a calling thread.
 
     Attributes:
-        mesh: The mesh that is set; None without one. An abstract one has no devices.
-        device: Where new arrays go, or the name of the platform; None leaves it to jax.
-        x64: Whether jax may have numbers of 64 bits; None leaves it to the thread that asks.
+        mesh: The mesh that is set; None without one. An abstract mesh has no devices.
+        device: Device for new arrays, or the name of its platform; None leaves it to jax.
+        x64: True if jax may have numbers of 64 bits; None leaves it to the thread that asks.
     """
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
@@ -34,7 +33,7 @@ class Caller(Struct, frozen=True):
     x64: bool | None = None
 
 
-# Settings that would refuse or change what this library does: their names, and how it works.
+# Settings that would forbid or change the library's own work, with the values that it needs.
 _OURS = (
     *(
         (f"transfer_guard{which}", "allow")
@@ -51,13 +50,13 @@ _CALLER: ContextVar[Caller] = ContextVar("ckpt_caller")
 
 
 def look() -> Caller:
-    """Return what this thread has set."""
+    """Return the settings of this thread."""
     jax = _jax()
     if jax is None:
         return Caller()
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
-        # Refused while jax traces a function.
+        # jax refuses this while it traces a function.
         with contextlib.suppress(ValueError):
             concrete = jax.sharding.get_mesh()
             mesh = mesh if concrete.empty else concrete
@@ -66,20 +65,20 @@ def look() -> Caller:
 
 
 def serve(caller: Caller) -> None:
-    """Work for a caller from now on: in this task, and in what it starts."""
+    """Work for a caller from now on, in this task and in all that it starts."""
     _CALLER.set(caller)
 
 
 def caller() -> Caller:
-    """Return what the calling thread has set for which this task works; else what this one has."""
+    """Return the settings of the thread that this task works for, or else of this thread."""
     found = _CALLER.get(None)
-    # It may have called before jax was imported.
+    # The caller may have called before jax was imported.
     return look() if found is None or found.x64 is None else found
 
 
 @contextlib.contextmanager
 def own_settings() -> Iterator[None]:
-    """Do the body in this thread as if the program had set nothing but 64 bits."""
+    """Run the body in this thread as if the program had set nothing but the switch for 64 bits."""
     jax = _jax()
     with contextlib.ExitStack() as stack:
         if jax is not None:
@@ -93,5 +92,5 @@ def own_settings() -> Iterator[None]:
 def _jax() -> Any:
     """Return jax; None in a program without it, or while another thread imports it."""
     jax = sys.modules.get("jax")
-    # Its parts come one after the other.
+    # A module that is being imported does not have all of its parts.
     return None if getattr(getattr(jax, "__spec__", None), "_initializing", False) else jax

@@ -18,8 +18,8 @@ from typing import Any
 
 from ckpt.errors import ClosedError
 
-# What to call, oldest first. One hook serves all objects, because a hook cannot be taken back and
-# would outlive its object.
+# Methods to call, oldest first. One hook serves all objects, because a hook cannot be unregistered
+# and would outlive its object.
 _CALLS: weakref.WeakKeyDictionary[object, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 # Set when the main thread has ended; never unset.
 _ENDED = threading.Event()
@@ -28,7 +28,8 @@ _ENDED = threading.Event()
 def run_at_exit(method: Callable[[], None]) -> None:
     """Call the bound `method` when the main thread has ended, unless its object is gone by then.
 
-    The object registered last is called first, and each once. It must be hashable.
+    The object that was registered last is called first, and each object once. Objects must be
+    hashable.
 
     Raises:
         ClosedError: The main thread has ended; it is too late.
@@ -44,12 +45,12 @@ def run_at_exit(method: Callable[[], None]) -> None:
 
 
 def is_ending() -> bool:
-    """Tell whether the main thread has ended, though other threads may go on."""
+    """Return True if the main thread has ended, though other threads may go on."""
     return _ENDED.is_set() or not threading.main_thread().is_alive()
 
 
 def ending_error() -> ClosedError:
-    """Return the error of what comes too late."""
+    """Return the error of a call that comes too late."""
     return ClosedError(
         "the main thread of the program has ended, and managers with it. Keep it until the other "
         "threads have saved, such as by thread.join() at its end; save() and load() without a "
@@ -59,7 +60,8 @@ def ending_error() -> ClosedError:
 
 @functools.cache
 def _register() -> None:
-    # At first use: what was imported before, such as a pool of processes, then ends after us.
+    # Registered at first use, so that modules imported before, such as a pool of processes, end
+    # after us.
     register = getattr(threading, "_register_atexit", atexit.register)
     register(_call_all)
 
@@ -93,19 +95,19 @@ _FAILED = threading.Event()
 def fail_exit() -> None:
     """Let this process end with exit status 120, whenever it ends by itself.
 
-    Hooks of the interpreter's exit cannot change its status, and to end the process at once would
-    skip the hooks of others. But Python flushes the standard streams last of all, and if that
-    fails ends with 120 (documented at `sys.exit`); an error of standard error is not printed.
+    Hooks of the interpreter's exit cannot change its status, and ending the process at once would
+    skip the hooks of others. But Python flushes the standard streams last of all, and ends with
+    status 120 if that fails (documented at `sys.exit`); an error of standard error is not printed.
     This replaces a status that was given to `sys.exit`, but not that of an uncaught error.
     """
     _FAILED.set()
 
 
 def _spoil_standard_error() -> None:
-    # None: there is no stream to spoil. After an uncaught error the status is 1 anyway.
+    # Without a stream there is nothing to spoil. After an uncaught error the status is 1 anyway.
     if _FAILED.is_set() and sys.stderr is not None and getattr(sys, "last_value", None) is None:
         sys.stderr = _Unflushable(sys.stderr)
 
 
-# Registered when this module is imported: later hooks run before, with a stream that works.
+# Registered at import, so that later hooks run before it, with a stream that works.
 atexit.register(_spoil_standard_error)

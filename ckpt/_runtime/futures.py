@@ -1,7 +1,7 @@
 """Futures between threads: waiting for another thread from any event loop, without polling.
 
-Threads hand each other `concurrent.futures.Future` only: it can be waited for from a
-plain thread, and through `settled` from any asyncio or trio task.
+Threads hand each other `concurrent.futures.Future` only: a plain thread can wait for it, and so can
+any asyncio or trio task, through `settled`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOK_SECONDS = 1.0
 def waker(event: anyio.Event) -> Callable[[], None]:
     """Return a function that sets `event` from any thread.
 
-    To be called in the event loop that waits for the event. Setting it after that loop has ended
+    Call it in the event loop that waits for the event. Setting the event after that loop has ended
     does nothing.
     """
     loop: Any = anyio.lowlevel.current_token().native_token
@@ -40,13 +40,13 @@ def waker(event: anyio.Event) -> Callable[[], None]:
 
 
 def settled_here(future: Future[Any], timeout: float | None = None) -> bool:
-    """Wait in this thread until `future` is done; return whether it is.
+    """Wait in this thread until `future` is done; return True if it is.
 
     An interrupt (Ctrl-C) is seen within a second. A signal that arrives after Python's last check
     for one and before the system call that waits does not end that call, so no call waits long.
 
     Args:
-        future: What to wait for.
+        future: The future to wait for.
         timeout: Seconds to wait at most; None waits for as long as it takes.
     """
     wake_up = _WakeUp()
@@ -73,12 +73,12 @@ class _WakeUp:
         self._lock.acquire()
 
     def wake(self, _: object = None) -> None:
-        # It may be woken already, without a wait since.
+        # The lock is free if it was woken already, without a wait since.
         with contextlib.suppress(RuntimeError):
             self._lock.release()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until it is woken, at most `seconds`; return whether it was."""
+        """Wait until it is woken, at most `seconds`; return True if it was."""
         return self._lock.acquire(timeout=seconds)
 
 
@@ -120,7 +120,7 @@ class CallingThread:
         return not (self._is_over or self._calls)
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Run `function` on the thread that serves, and return its result; for any other loop.
+        """Run `function` on the thread that serves, and return its result; called on another loop.
 
         Cancelling the wait leaves the function to be run.
         """
@@ -130,7 +130,7 @@ class CallingThread:
         def call() -> None:
             nonlocal has_run
             if has_run:
-                # It was interrupted.
+                # The function was interrupted.
                 return
             try:
                 found = function()
@@ -149,7 +149,7 @@ class CallingThread:
         return result.result()
 
     async def serve(self) -> None:
-        """Wait until the future is done; run on this thread what `run` is given until then.
+        """Wait until the future is done; meanwhile run the functions of `run` on this thread.
 
         Cancelling the wait leaves the future as it is. Functions are not interrupted.
         """
@@ -158,7 +158,7 @@ class CallingThread:
         while not self._is_over:
             event = anyio.Event()
             self._wake = waker(event)
-            # What came before that has rung without it.
+            # A function that was given before `_wake` was set did not set the event.
             if self._is_idle():
                 await event.wait()
             self._run_all()
@@ -171,6 +171,7 @@ class CallingThread:
 
     def _run_all(self) -> None:
         while self._calls:
-            # Removed only after it has run: an interrupt may come before, and be survived.
+            # Removed only after it has run: an interrupt may come before, and serving may go on
+            # after it.
             self._calls[0]()
             self._calls.popleft()

@@ -38,7 +38,7 @@ from ckpt.errors import (
 )
 
 T = TypeVar("T")
-# Handlers of users may have files of their own on the engine's loop.
+# Turns of a busy loop between looks at files: handlers of users may have files on this loop.
 _LOOKS_EVERY = 16
 
 
@@ -105,23 +105,23 @@ class EngineLoop:
     """Starts its thread at first use and ends it at `close`."""
 
     def __init__(self) -> None:
-        """Make an engine loop; no thread runs yet."""
         self._guard = threading.Lock()
         self._running: _Running | None = None
         self._thread: threading.Thread | None = None
-        # What the thread says once its loop runs; an interrupt may come before anybody heard it.
+        # Gets the running loop from the thread; kept, since an interrupt may come before it is
+        # read.
         self._started: Future[_Running] | None = None
         self._pid = os.getpid()
         self._closed = False
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True once `stop` or `close` was called."""
         return self._closed
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a fork of the one that made the engine."""
+        """True if this process is a fork of the one that made the engine."""
         return os.getpid() != self._pid
 
     def _refuse_fork(self) -> None:
@@ -161,8 +161,8 @@ class EngineLoop:
 
     def _start(self) -> _Running:
         started: Future[_Running] = Future()
-        # A daemon: a script that never closes its manager must not hang at exit. What is still
-        # under way then is finished by the hook of `_runtime.exit`.
+        # A daemon: a script that never closes its manager must not hang at exit. The hook of
+        # `_runtime.exit` finishes the work that is still under way then.
         thread = threading.Thread(
             target=_run_loop, args=(started,), name="ckpt-engine", daemon=True
         )
@@ -186,8 +186,8 @@ class EngineLoop:
     async def run_served(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Do what `run` does; `function` gets a `CallingThread` as its first argument.
 
-        What it gives to that one is run on this thread while this is awaited, also while a
-        cancelled one is waited for.
+        Functions that are given to the `CallingThread` run on this thread while this call is
+        awaited, and also while it is cancelled and waits for the work to end.
         """
         job, caller = self._begin(partial(function, *args))
         try:
@@ -233,7 +233,7 @@ class EngineLoop:
             )
 
     def stop(self) -> None:
-        """Let the thread end once its jobs have; does not wait. Idempotent."""
+        """Let the thread end once its jobs have ended; does not wait. Idempotent."""
         self._closed = True
         if self._started is not None and not self.is_forked:
             self._started.add_done_callback(_stop_running)
@@ -245,18 +245,18 @@ class EngineLoop:
             timeout: Seconds to wait at most; None waits for as long as it takes.
 
         Returns:
-            Whether the thread has ended.
+            True if the thread has ended.
         """
         if not self.is_forked:
             self.check_caller()
         with self._guard:
             self.stop()
             thread = self._thread
-        # Not under the guard: calls made meanwhile fail at once, since this is closed.
+        # Waits without the guard: calls made meanwhile fail at once, since the loop is closed.
         if thread is None or self.is_forked:
             return True
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        # In slices, so that an interrupt is seen; see `futures.settled_here`.
+        # Waits in slices, so that an interrupt is seen; see `futures.settled_here`.
         while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
             thread.join(min(left, 1.0))
         return not thread.is_alive()
@@ -277,8 +277,13 @@ async def end_loop(loop: EngineLoop) -> None:
         try:
             await run_beside(loop.close)
         except (StorageError, ClosedError):
-            # No thread to be had for the wait. The outcome of what was done must not be lost.
+            # There is no thread for the wait, and the outcome of the work must not be lost.
             loop.stop()
+
+
+def end_loop_here(loop: EngineLoop) -> None:
+    """Do the same in a plain thread."""
+    loop.close()
 
 
 async def run_once(call: Callable[[], Awaitable[T]]) -> T:
@@ -291,19 +296,19 @@ async def run_once(call: Callable[[], Awaitable[T]]) -> T:
 
 
 def call_once(call: Callable[[], Awaitable[T]]) -> T:
-    """Return the result of a call that runs on a loop of its own, and block until it is there."""
+    """Return the result of a call that runs on a loop of its own; block until it is there."""
     loop = EngineLoop()
     try:
         return loop.call(call)
     finally:
-        loop.close()
+        end_loop_here(loop)
 
 
 class _IdleSelector(selectors.DefaultSelector):
-    """Looks at files only when the loop has nothing to do, and now and then when it has.
+    """Looks at files only when the loop has nothing to do, and now and then when it is busy.
 
-    What other threads schedule is in the loop's queue before they wake it. So a busy loop need not
-    look, and each look gives the interpreter lock away, which takes milliseconds to come back
+    Other threads put their work into the loop's queue before they wake the loop, so a busy loop
+    need not look. Each look releases the interpreter lock, which takes milliseconds to come back
     beside a thread that computes in Python.
     """
 
@@ -323,8 +328,8 @@ def _run_loop(started: Future[_Running]) -> None:
         context = contextvars.copy_context()
 
         def schedule(function: Callable[..., object], *args: Any) -> None:
-            # In this loop's context: the caller's names, among other things, the kind of its event
-            # loop (such as trio's), which would be wrong here.
+            # In this loop's context: the caller's context names, among other things, the kind of
+            # the caller's event loop (such as trio's), which would be wrong here.
             loop.call_soon_threadsafe(function, *args, context=context.copy())
 
         threads = threads_of_loop()

@@ -1,9 +1,9 @@
 """Mappings of memory that are made without the interpreter lock.
 
-The address space has a lock of its own, which the system holds while pages are made for a thread:
-milliseconds, where files are read into cold memory. `mmap.mmap` waits for it with the interpreter
-lock in its hand, and so the event loop of the caller waits as well. A call through `ctypes` lets
-the interpreter lock go.
+The address space has a lock of its own, which the system holds while it makes pages for a thread:
+for milliseconds, where files are read into cold memory. `mmap.mmap` waits for that lock while it
+holds the interpreter lock, so the event loop of the caller waits as well. A call through `ctypes`
+releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def map_memory(
     about a thousand.
 
     Args:
-        nbytes: How much.
-        fd: The file whose bytes it has; without one it is zeros, and takes no page until it is
-            touched.
-        offset: Where in the file it begins, at a whole page.
+        nbytes: Number of bytes.
+        fd: File whose bytes are mapped; without a file the memory is zeros, and takes no page until
+            it is touched.
+        offset: Offset in the file, at a whole page.
         access: `mmap.PROT_READ` and `mmap.PROT_WRITE`.
 
     Raises:
         OSError: The system refused it.
-        OverflowError, ValueError: No process can have so much.
+        OverflowError, ValueError: No process can have so much memory.
     """
-    # It raises where a number of C would be cut off.
+    # ctypes raises if the number is too large for C.
     kind = ctypes.c_uint8 * nbytes
     library = system_library()
     size, start = ctypes.c_size_t(nbytes), ctypes.c_int64(offset)
@@ -47,31 +47,31 @@ def map_memory(
     if address in (None, ctypes.c_void_p(-1).value):
         raise system_error()
     region = kind.from_address(address)
-    # At exit a thread may still read it.
+    # Not unmapped at exit: a thread may still read it.
     weakref.finalize(region, library.munmap, ctypes.c_void_p(address), size).atexit = False
     return memoryview(region).cast("B")
 
 
 def address_of(region: memoryview) -> int:
-    """Return where memory of `map_memory` begins."""
+    """Return the address of memory of `map_memory`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(region))
 
 
 def advise(start: int, nbytes: int, advice: int) -> OSError | None:
-    """Call `madvise`; return what the system says against it."""
+    """Call `madvise`; return the error of the system, or None."""
     address, size = ctypes.c_void_p(start), ctypes.c_size_t(nbytes)
     return system_error() if system_library().madvise(address, size, advice) else None
 
 
 @functools.cache
 def system_library() -> ctypes.CDLL:
-    """Return the functions of the system; loading them again would make a new class."""
+    """Return the C library; cached, since loading it again would make a new class."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     return library
 
 
 def system_error() -> OSError:
-    """Return what the last call of a function of the system failed with, in this thread."""
+    """Return the error of the last call of a system function in this thread."""
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))

@@ -1,4 +1,4 @@
-"""Threads: where all of the library are started, and what happens if the system refuses one.
+"""Threads: all of the library's threads start here, and refusals of the system are handled.
 
 `DaemonThreads` is an executor whose threads interpreter exit does not wait for. The threads of
 `concurrent.futures.ThreadPoolExecutor` are joined at exit, so one call that hangs in a network file
@@ -92,8 +92,9 @@ async def run_in_thread(
 async def run_beside(function: Callable[[], T]) -> T:
     """Run a function in a thread of its own, for a caller's event loop; a cancelled call runs on.
 
-    The threads of anyio end with the first task of their loop. Loops that others have patched, as
-    `nest_asyncio` does, never say that it has ended, and the interpreter would wait for the thread.
+    The threads of anyio end with the first task of their loop. Patched loops, such as those of
+    `nest_asyncio`, never report the end of that task, and the interpreter would wait for the
+    thread.
 
     Raises:
         StorageError: The system refused the thread.
@@ -110,8 +111,8 @@ async def run_beside(function: Callable[[], T]) -> T:
 class DaemonThreads(Executor):
     """A limited number of daemon threads; each ends when it was idle for a while.
 
-    Where the system refuses a thread, calls wait for one that is there. Where there is none, a call
-    runs in the thread that asks for it: files must be removed and leases released also then.
+    If the system refuses a thread, calls wait for an existing one. If there is none, a call runs in
+    the thread that asks for it: files must be removed and leases released even then.
     """
 
     def __init__(self, most: int) -> None:
@@ -124,7 +125,6 @@ class DaemonThreads(Executor):
         self._ended = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a call in one of the threads."""
         future: Future[T] = Future()
         call, is_left = partial(fn, *args, **kwargs), False
         with self._changed:

@@ -1,9 +1,9 @@
 """Tracebacks as users see them: the call that failed and the message, not the engine in between.
 
 The engine raises its errors many frames deep, through threads and task groups. Python would print
-all of that above the message, each group with the whole traceback again. What matters to a user is
-kept: the call, the message, and the error of the system, of jax or of their own code that is the
-cause. The log has the rest at level DEBUG.
+all of that above the message, each group with the whole traceback again. The call, the message and
+the cause are kept; the cause is an error of the system, of jax or of the user's own code. The log
+has the rest at level DEBUG.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _shorten(error: BaseException, seen: list[BaseException]) -> None:
     error.__traceback__ = None if own else _from_last_own(error.__traceback__)
     hidden = error.__suppress_context__
     cause = error.__cause__ or (None if hidden else error.__context__)
-    # The members of a group are the error itself, and its `others`.
+    # A group as the cause holds only the error itself and its `others`.
     error.__cause__ = None if isinstance(cause, BaseExceptionGroup) else cause
     if error.__cause__ is not None:
         _shorten(error.__cause__, seen)

@@ -1,9 +1,10 @@
-"""The engine and the processes behind a manager or a one-shot call, made from their arguments."""
+"""Make the engine and the processes of a manager or a one-shot call from the arguments."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from ckpt._arguments import invalid, shown
 from ckpt._engine.engine import Engine
@@ -13,12 +14,18 @@ from ckpt._engine.plan_cache import PlanCache
 from ckpt._events import GuardedObserver, Observer
 from ckpt._plan.format_rules import Formats, compile_formats
 from ckpt._plan.unchanged.frozen_leaves import frozen_patterns
-from ckpt._settings import Staging, Timeouts, VitalSignsMode, check_vital_signs
+from ckpt._settings import Staging, Timeouts
 from ckpt.coordination._base import Coordinator, KeyValues
 from ckpt.coordination._jobs import default_coordinator
 from ckpt.coordination._peers import Peers
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike, find_handlers
+
+if TYPE_CHECKING:
+    from ckpt.extensions import Extensions
+
+# Engines take their clock from here when they are made; `ckpt.testing.clock` sets another one.
+wall_clock_ns: Callable[[], int] = time.time_ns
 
 
 def make_engine(
@@ -26,39 +33,40 @@ def make_engine(
     handlers: HandlersLike,
     observers: Iterable[Observer] = (),
     formats: Formats | None = None,
-    clock: Callable[[], float] | None = None,
-    *,
-    vital_signs: VitalSignsMode = False,
-    frozen: str | Sequence[str] = (),
+    extensions: Extensions = (),
 ) -> Engine:
     """Return an engine with a cold arena; the given handlers come before the built-in ones."""
-    check_vital_signs(vital_signs)
-    patterns = frozen_patterns(frozen)
-    if patterns and vital_signs in (False, "host"):
-        raise InvalidArgumentError(
-            "frozen=: devices prove by vital signs that leaves have not changed: pass "
-            "vital_signs=True, too, or leave frozen= out"
-        )
     arena = Arena(staging.effective_budget)
-    return Engine(
+    engine = Engine(
         staging,
         find_handlers(handlers),
         checked_observers(observers),
         arena,
         Buffers(arena),
         PlanCache(compile_formats(formats)),
-        vital_signs,
-        _now_ns_of(clock),
-        frozen=patterns,
+        now_ns=wall_clock_ns,
     )
+    extend(engine, extensions)
+    return engine
+
+
+def extend(engine: Engine, extensions: Extensions) -> None:
+    """Let an engine take what the extensions ask for."""
+    if extensions in ((), []):
+        return
+    from ckpt.extensions import vital_signs_of
+
+    signs = vital_signs_of(extensions)
+    if signs is not None:
+        engine.vital_signs, engine.frozen = signs.on, frozen_patterns(signs.frozen)
 
 
 def make_peers(
     coordinator: Coordinator | None, timeouts: Timeouts, location: str, engine: Engine
 ) -> Peers | None:
-    """Return the processes of the job that `coordinator` describes, or None if this one is alone.
+    """Return the processes of the job that `coordinator` describes; None for a single process.
 
-    Without a coordinator it is the job of `jax.distributed`.
+    Without a coordinator, it is the job of `jax.distributed`.
     """
     job = job_of(coordinator)
     if job.process_count == 1:
@@ -67,11 +75,11 @@ def make_peers(
 
 
 def job_of(coordinator: Coordinator | None) -> Coordinator:
-    """Return `coordinator` after a check of it, or that of `jax.distributed` if it is None."""
+    """Return the checked `coordinator`, or that of `jax.distributed` if it is None."""
     if coordinator is None:
         return default_coordinator()
     given: object = coordinator
-    # A class has the methods, too.
+    # A class has the methods of its instances: refuse it by name.
     if isinstance(given, type) or not isinstance(given, Coordinator):
         what = (
             "a Coordinator such as ckpt.coordination.SingleProcess(), or None for the job of "
@@ -93,10 +101,10 @@ def job_of(coordinator: Coordinator | None) -> Coordinator:
 
 
 def checked_observers(observers: object) -> tuple[Observer, ...]:
-    """Return observers whose errors do no harm.
+    """Return the observers, wrapped so that their errors do no harm.
 
     Raises:
-        InvalidArgumentError: They are no functions.
+        InvalidArgumentError: An element is no function.
     """
     if not isinstance(observers, Iterable) or callable(observers):
         what = "a list of functions of an Event, such as [ckpt.observers.Trace()]"
@@ -113,12 +121,3 @@ def checked_observers(observers: object) -> tuple[Observer, ...]:
 
 def _instead_of_class(given: object) -> str:
     return f"; pass an instance, {given.__name__}(...)" if isinstance(given, type) else ""
-
-
-def _now_ns_of(clock: Callable[[], float] | None) -> Callable[[], int]:
-    if clock is None:
-        return time.time_ns
-    given: object = clock
-    if not callable(given):
-        raise invalid("clock", clock, "a function that returns Unix seconds, such as time.time")
-    return lambda: int(clock() * 1e9)

@@ -1,6 +1,6 @@
-"""A step that is open for reading, whoever wrote it: what it holds, and where its files are.
+"""A step that is open for reading, from any library: its manifest and the place of its files.
 
-Imports neither jax nor tensorstore: lists of steps are made of it.
+Imports neither jax nor tensorstore, since lists of steps use it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 class OpenedStep(Struct, frozen=True):
-    """A committed step, or a checkpoint by itself.
+    """A committed step, or a one-shot checkpoint.
 
     Attributes:
-        storage: The root that it is in.
-        step_dir: Its directory.
-        manifest: What it holds; of an item that was named by its path, only that.
-        foreign: Its files, if another library wrote it.
+        storage: The root of the step.
+        step_dir: Directory of the step.
+        manifest: Manifest of the step, or of one item if the item was named by its path.
+        foreign: Files of the step, if another library wrote it.
         manifest_bytes: Bytes of the manifest itself; 0 if there is none.
-        item: The item, if it was named by its path; empty for the whole of the step.
+        item: The item, if it was named by its path; empty for the whole step.
     """
 
     storage: Storage
@@ -48,14 +48,14 @@ class OpenedStep(Struct, frozen=True):
 
     @property
     def location(self) -> str:
-        """Where it is, for messages."""
+        """Path of the step or item, for messages."""
         return f"{self.storage.location}/{self.step_dir}/{self.item}".rstrip("/")
 
     @property
     def stored_bytes(self) -> int | None:
-        """Bytes of its files, of the manifest, too; None of what another library wrote.
+        """Bytes of its files with the manifest; None for a step of another library.
 
-        Of that, not all files are known.
+        Not all files of such a step are known.
         """
         if self.foreign is not None:
             return None
@@ -63,19 +63,19 @@ class OpenedStep(Struct, frozen=True):
 
 
 async def open_step(storage: Storage, step_dir: str, step: int | None = None) -> OpenedStep | None:
-    """Open a step of this library or of Orbax, or a file of another; return None without any.
+    """Open a step of this library or of Orbax, or a file of another library; None if there is none.
 
-    A directory of an item in a step of this library is that item: it has digests.
+    The directory of an item in a step of this library opens as that item: it has digests.
 
     Args:
         storage: The root.
-        step_dir: Its directory.
-        step: The expected step, or None for a checkpoint by itself.
+        step_dir: Directory of the step.
+        step: The expected step, or None for a one-shot checkpoint.
 
     Raises:
-        NotACheckpointError: It is one that Orbax never finished.
-        CorruptCheckpointError: What describes it is damaged.
-        UnsupportedFormatError: It is of a later format, or has nothing that can be read.
+        NotACheckpointError: Orbax never finished the step.
+        CorruptCheckpointError: The manifest or metadata are damaged.
+        UnsupportedFormatError: The format is a later one, or nothing in the step can be read.
     """
     try:
         manifest, nbytes = await read_sized(storage, step_dir, step=step)
@@ -84,35 +84,34 @@ async def open_step(storage: Storage, step_dir: str, step: int | None = None) ->
         inside = None if step is not None else await item_at(storage, step_dir)
         if inside is not None:
             return inside
-        # Only here, since most programs never need them.
+        # Imported here, since most programs never need it.
         from ckpt._interop.orbax.step import open_orbax
 
         with located(step=step):
             found = await open_orbax(storage, step_dir, step)
-        # A step of a root is never a file of another library.
-        if found is None and step is None:
+        if found is None:
             from ckpt._interop.files import open_file
 
-            found = await open_file(storage, step_dir)
+            found = await open_file(storage, step_dir, step)
         return None if found is None else OpenedStep(storage, step_dir, found.manifest, found.files)
 
 
 async def item_at(storage: Storage, name: str) -> OpenedStep | None:
-    """Return the item of a step of this library that is at a place; None if that is in no step.
+    """Return the item of a step of this library at this path; None if the path is in no step.
 
-    What readers of other formats find in a step is never compared with its digests. So they must
-    not get to see it.
+    Readers of other formats never compare what they find in a step with its digests. So they must
+    not see the files of a step of this library.
 
     Raises:
-        NotACheckpointError: It is in a step, and no item of it; or its step has lost its manifest.
-        CorruptCheckpointError: The manifest of its step is damaged.
-        UnsupportedFormatError: Its step is of a later format.
+        NotACheckpointError: The path is in a step but is no item; or the step lost its manifest.
+        CorruptCheckpointError: The manifest of the step is damaged.
+        UnsupportedFormatError: The step has a later format.
     """
     while True:
         try:
             storage, step_dir = open_step_dir(getattr(storage, "config", storage.location))
         except InvalidArgumentError:
-            # A whole disk, or bucket.
+            # The top is reached: a whole disk or bucket.
             return None
         manifest = await _manifest_of_step(storage, step_dir)
         if manifest is not None:
@@ -122,26 +121,25 @@ async def item_at(storage: Storage, name: str) -> OpenedStep | None:
 
 async def _manifest_of_step(storage: Storage, step_dir: str) -> Manifest | None:
     """Return the manifest of a step of this library; None if the directory is none."""
-    # Only here, since most programs never need it.
-    from ckpt._interop.orbax.layout import MOST_BYTES, SUCCESS, names_a_path
+    # Imported here, since most programs never need it.
+    from ckpt._interop.orbax.layout import MOST_BYTES, SUCCESS, is_own_mark
 
     try:
         try:
             return await read_manifest(storage, step_dir)
         except (NotACheckpointError, CorruptCheckpointError):
-            success = await storage.read(step_dir, SUCCESS, MOST_BYTES)
-            if success is not None and not names_a_path(success):
+            if is_own_mark(await storage.read(step_dir, SUCCESS, MOST_BYTES)):
                 raise
     except StorageError as error:
-        # Whoever may read a checkpoint may not read all that is above it.
+        # The user of a checkpoint need not have permission to read all folders above it.
         if error.errno not in (errno.EACCES, errno.EPERM):
             raise
     return None
 
 
 def _item_of(storage: Storage, step_dir: str, manifest: Manifest, path: str) -> OpenedStep | None:
-    """Return the item of a step at a path in it; None if what is there is not of the step."""
-    # With numpy, which lists of steps do without.
+    """Return the item at a path in a step; None if the path does not belong to the step."""
+    # Imported here: this needs numpy, and lists of steps do without it.
     from ckpt._format.manifest import of_item
 
     item, _, below = path.partition("/")

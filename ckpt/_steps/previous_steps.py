@@ -1,4 +1,4 @@
-"""The committed steps of a root as policies see them, read only where a policy looks."""
+"""The committed steps of a root in the form that policies take, read only if a policy looks."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from typing import TYPE_CHECKING, overload
 import anyio.from_thread
 from msgspec import Struct
 
+from ckpt._format.history import left_behind
 from ckpt._runtime.threads import run_in_thread
-from ckpt._steps.index import IndexedStep, StepIndex, left_behind
+from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt.errors import CheckpointError, StorageError
-from ckpt.policies._context import SavedStep
+from ckpt.keep._questions import SavedStep
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import read_manifest
 
 if TYPE_CHECKING:
-    from ckpt._format.manifest import Manifest
+    from ckpt._format.manifest import JsonValue, Manifest
 
 # Manifests that are read at the same time.
 _READS = 8
 
 
 def saved_step(indexed: IndexedStep, behind: Collection[int] = ()) -> SavedStep:
-    """Return a committed step as policies see it, without the names of leaves.
+    """Return a committed step in the form that policies take, without the names of leaves.
 
     Args:
         indexed: The step.
-        behind: When the saves began that the run went back behind.
+        behind: Start times of the saves that the run went back behind.
     """
     return SavedStep(
         indexed.step,
@@ -41,13 +42,13 @@ def saved_step(indexed: IndexedStep, behind: Collection[int] = ()) -> SavedStep:
     )
 
 
-class _Ailing(Struct, frozen=True):
-    """The leaves of a step that are odd.
+class _UnhealthyStep(Struct, frozen=True):
+    """The odd leaves of a step; steps with equal leaves share one object.
 
     Attributes:
-        nonfinite: Those that have values that are not finite.
-        unequal: Those that have unequal replicas.
-        unknown: How many arrays have no vital signs.
+        nonfinite: Leaves with values that are not finite.
+        unequal: Leaves with unequal replicas.
+        unknown: Number of arrays without vital signs.
     """
 
     nonfinite: tuple[str, ...]
@@ -55,35 +56,40 @@ class _Ailing(Struct, frozen=True):
     unknown: int
 
 
-class AilingLeaves:
-    """Which leaves of unhealthy steps are the reason. Its coroutines run on the engine's loop.
+class UnhealthyLeaves:
+    """The names of the odd leaves of unhealthy steps. Its coroutines run on the engine's loop.
 
-    The head of a manifest has their number alone. So the whole of it is read of those steps that
-    have some, once for each attempt.
+    The head of a manifest has only their number. So the whole manifest of a step with odd leaves is
+    read, once for each attempt; with `with_metadata`, the manifests of all steps are read.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        """Read the manifests in `storage`."""
+    def __init__(self, storage: Storage, *, with_metadata: bool = False) -> None:
         self._storage = storage
-        self._known: dict[tuple[str, int | None, int], _Ailing] = {}
-        # Steps whose manifests the storage did not give, the last time.
+        self._with_metadata = with_metadata
+        self._known: dict[tuple[str, int | None, int], tuple[_UnhealthyStep, JsonValue]] = {}
+        # Steps whose manifests the storage could not read in the last call.
         self.unread: frozenset[int] = frozenset()
 
     async def saved_steps(self, found: Iterable[IndexedStep]) -> list[SavedStep]:
-        """Return committed steps as preservation policies see them, with the names of leaves.
+        """Return committed steps in the form that keep policies take, with leaf names.
 
-        What cannot be read, or was replaced meanwhile, has none.
+        A step that cannot be read, or was replaced meanwhile, has no names.
         """
         steps = list(found)
-        ailing = {
-            _key(each): each for each in steps if each.nonfinite_leaves or each.unequal_leaves
+        unhealthy = {
+            _key(each): each
+            for each in steps
+            if each.nonfinite_leaves
+            or each.unequal_leaves
+            or (self._with_metadata and not each.is_foreign)
         }
-        # Another call may look at other steps meanwhile.
-        found_now = {key: known for key, known in self._known.items() if key in ailing}
+        # Collected in a new dict, since another call may look at other steps meanwhile.
+        found_now = {key: known for key, known in self._known.items() if key in unhealthy}
         unread: set[int] = set()
         limiter = anyio.CapacityLimiter(_READS)
-        # A run that has diverged has the same leaves in every step: they are kept once.
-        same = {known: known for known in found_now.values()}
+        none = _UnhealthyStep((), (), 0)
+        # A run that has diverged has the same odd leaves in every step: keep them once.
+        same = {known: known for known, _ in found_now.values()}
 
         async def read(each: IndexedStep) -> None:
             async with limiter:
@@ -95,24 +101,28 @@ class AilingLeaves:
                 except CheckpointError:
                     return
                 if manifest.attempt == each.attempt:
-                    known = await run_in_thread(_ailing_leaves, manifest)
-                    found_now[_key(each)] = same.setdefault(known, known)
+                    known = none
+                    if each.nonfinite_leaves or each.unequal_leaves:
+                        known = await run_in_thread(_unhealthy_leaves, manifest)
+                    metadata = manifest.metadata if self._with_metadata else None
+                    found_now[_key(each)] = same.setdefault(known, known), metadata
 
         async with anyio.create_task_group() as tasks:
-            for key, each in ailing.items():
+            for key, each in unhealthy.items():
                 if key not in found_now:
                     tasks.start_soon(read, each)
         self._known, self.unread = found_now, frozenset(unread)
-        none, behind = _Ailing((), (), 0), left_behind(steps)
-        leaves = [found_now.get(_key(each), none) for each in steps]
+        behind = left_behind(steps)
+        leaves = [found_now.get(_key(each), (none, None)) for each in steps]
         return [
             replace(
                 saved_step(step, behind),
                 nonfinite=known.nonfinite,
                 unequal=known.unequal,
                 unknown_leaves=known.unknown,
+                custom_metadata=metadata,
             )
-            for step, known in zip(steps, leaves, strict=True)
+            for step, (known, metadata) in zip(steps, leaves, strict=True)
         ]
 
 
@@ -120,11 +130,11 @@ def _key(step: IndexedStep) -> tuple[str, int | None, int]:
     return step.attempt, step.nonfinite_leaves, step.unequal_leaves
 
 
-def _ailing_leaves(manifest: Manifest) -> _Ailing:
-    # With numpy, which lists of steps do without.
-    from ckpt._tree.ailing_leaves import nonfinite_leaves, unequal_leaves
+def _unhealthy_leaves(manifest: Manifest) -> _UnhealthyStep:
+    # Imported here: this needs numpy, and lists of steps do without it.
+    from ckpt._tree.unhealthy_leaves import nonfinite_leaves, unequal_leaves
 
-    return _Ailing(
+    return _UnhealthyStep(
         tuple(nonfinite_leaves(manifest)),
         tuple(unequal_leaves(manifest)),
         manifest.unknown_leaves,
@@ -132,7 +142,7 @@ def _ailing_leaves(manifest: Manifest) -> _Ailing:
 
 
 class PreviousSteps(Sequence[SavedStep]):
-    """The committed steps of a root as a policy sees them, read when it looks. Used in threads."""
+    """The committed steps of a root for a policy, read on demand. Used in threads."""
 
     def __init__(self, index: StepIndex) -> None:
         self._index = index
@@ -144,7 +154,7 @@ class PreviousSteps(Sequence[SavedStep]):
     def __getitem__(self, at: slice) -> list[SavedStep]: ...
     def __getitem__(self, at: int | slice) -> SavedStep | list[SavedStep]:
         if at == -1 and self._steps is None:
-            # The newest alone is what most policies want.
+            # Most policies want only the newest step.
             latest = anyio.from_thread.run(self._index.latest)
             if latest is not None:
                 return saved_step(latest)

@@ -1,7 +1,7 @@
-"""The processes that use one root: one alone, several that share it, or several with private disks.
+"""The processes of one root: a single process, several that share it, or several with own disks.
 
 `OneProcess`, `SharedRoot` and `SeparateRoots` have the same methods, so that a manager does not ask
-how many processes there are. With one process every method acts at once, and nothing is shared.
+for the number of processes. In a single process every method acts at once, without any exchange.
 
                   one process   several, one root            several, a root each
     open          here          on the primary               on each
@@ -29,7 +29,7 @@ from msgspec import Struct
 
 from ckpt._arguments import check_step
 from ckpt._engine.restore.shared_reads import Broadcast
-from ckpt._engine.save.joint.multihost import JointSave, MultihostSave, SoloSave
+from ckpt._engine.save.multihost.multihost_save import JobSave, MultihostSave, SoloSave
 from ckpt._events import Observer
 from ckpt._format.manifest import JsonValue, decode, encode
 from ckpt._redaction import redact
@@ -38,31 +38,32 @@ from ckpt._runtime.loop import EngineLoop
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt._steps.opened import OpenedStep
-from ckpt._steps.removal.all_disks import CommonSteps, joined, on_all, told
+from ckpt._steps.removal.all_disks import CommonSteps, health_data, health_on_all, join_health
+from ckpt._steps.removal.deletion_plan import DeletionPlan, common_deletions, kept_items
 from ckpt._steps.removal.retention import Retention
-from ckpt._steps.removal.superfluous import Superfluous, in_common, kept_of
 from ckpt._steps.removal.trash import StepTrash
-from ckpt._steps.restores.requests import check_broadcast
+from ckpt._steps.restores.restore_arguments import check_broadcast
 from ckpt._steps.unreadable import shortened
 from ckpt.coordination._collectives import gathered
 from ckpt.coordination._heartbeat import beating
 from ckpt.coordination._operation import Operation
 from ckpt.coordination._peers import Peers
 from ckpt.errors import CheckpointError, CoordinationError, StepDeletedError, StepNotFoundError
-from ckpt.policies._context import SavedStep
+from ckpt.keep._questions import SavedStep
 
 logger = logging.getLogger("ckpt")
 
 Act = Callable[[], Awaitable[JsonValue]]
-# By step, what speaks against it; empty text for nothing.
+# By step, the reason against it; an empty text for no reason.
 Reasons = dict[int, str]
-# Reads the steps of a disk as policies see them, and says what speaks against one.
+# Reads the steps of a disk in the form that policies take.
 See = Callable[[Mapping[int, IndexedStep]], Awaitable[list[SavedStep]]]
+# Returns the reason against a step; an empty text for no reason.
 Judge = Callable[[SavedStep], str]
 
-# What the primary hands to all others of a manifest, together. The service of the job hands out a
-# MiB in 25 ms (docs/design/005): a large manifest is quicker from the storage, which serves all at
-# once.
+# The most bytes of a manifest that the primary sends to all other processes, in sum. The service of
+# the job sends a MiB in 25 ms (docs/design/005): a large manifest is read faster from the storage,
+# which serves all processes at once.
 _MOST_HANDED_BYTES = 16 << 20
 
 
@@ -71,7 +72,7 @@ class FoundStep(Struct, frozen=True):
 
     Attributes:
         opened: The step, as this process has opened it.
-        broadcast: How they share what they read; None where each reads what it needs.
+        broadcast: The exchange of read bytes; None if each process reads what it needs.
     """
 
     opened: OpenedStep
@@ -79,14 +80,14 @@ class FoundStep(Struct, frozen=True):
 
 
 class OneProcess:
-    """This process is alone.
+    """A single process.
 
     Attributes:
         process: Number of this process in its job.
-        count: How many there are.
-        owns_root: Whether this process keeps a root tidy.
+        count: Number of processes.
+        owns_root: True if this process keeps a root tidy.
         steps: The steps that count.
-        observers: Take the phases of a restore, beside the engine's.
+        observers: Observers of the phases of a restore, beside the engine's.
     """
 
     process: int = 0
@@ -95,20 +96,18 @@ class OneProcess:
     observers: tuple[Observer, ...] = ()
 
     def __init__(self, index: StepIndex, budget_bytes: int) -> None:
-        """Use the root that `index` lists, with a staging budget of `budget_bytes`."""
+        """Use the root of `index`, with a staging budget of `budget_bytes`."""
         self.steps = index
         self._budget_bytes = budget_bytes
 
     async def open(self, act: Callable[[], Awaitable[None]]) -> None:
-        """Open the root with `act`."""
         await act()
 
     async def decided(self, kind: str, what: str, act: Act) -> JsonValue:
-        """Return what `act` decides."""
         return await act()
 
     async def judged(self, see: See, judge: Judge) -> Reasons:
-        """Return what `judge` says of the steps that `see` reads."""
+        """Return the reasons of `judge` against the steps that `see` reads."""
         return _judgements(await see(await self.steps.refresh()), judge)
 
     @contextlib.asynccontextmanager
@@ -119,12 +118,11 @@ class OneProcess:
         broadcast_bytes: int | None,
         caller: CallingThread,
     ) -> AsyncIterator[FoundStep]:
-        """Find `step`, or the latest one, for the body to restore; `opened` was found already."""
+        """Find `step`, or the latest one, for the body to restore; `opened` is the known step."""
         check_broadcast(broadcast_bytes, own_disks=False)
         yield FoundStep(opened or await self.steps.found(step))
 
     async def on_primary(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
-        """Return what `act` gives."""
         return await act()
 
     on_step = on_primary
@@ -132,14 +130,13 @@ class OneProcess:
     delete = on_primary
 
     async def undelete(self, step: int, trash: StepTrash) -> None:
-        """Take a step back from the trash."""
-        await _take_back(step, trash)
+        await _restore_from_trash(step, trash)
 
-    async def superfluous(self, saved: int, retention: Retention) -> None:
-        """Leave it to the retention to find out what is to be deleted."""
+    async def deletion_plan(self, saved: int, retention: Retention) -> None:
+        """Return None: the retention makes the plan itself."""
 
-    def save(self, kind: str, what: str) -> JointSave:
-        """Return the processes' side of a save."""
+    def save(self, kind: str, what: str) -> JobSave:
+        """Return the part that this process takes in a save."""
         return SoloSave(self._budget_bytes)
 
     def withdraw(self, loop: EngineLoop, kind: str, what: str, error: Exception) -> None:
@@ -147,36 +144,35 @@ class OneProcess:
 
 
 class _SeveralProcesses:
-    """What several processes do in the same way, with one root and with a root each."""
+    """The methods that are the same with one shared root and with a root for each process."""
 
     def __init__(self, peers: Peers, index: StepIndex) -> None:
-        """Use the root that `index` lists together with `peers`."""
         self.peers = peers
         self.process: int = peers.index
         self.count: int = peers.count
-        # What is read shows the others that this process lives.
+        # Bytes read count as a heartbeat.
         self.observers: tuple[Observer, ...] = (lambda event: peers.advance(event.nbytes),)
         self._index = index
-        # Made on the engine's loop.
+        # Set on the engine's loop.
         self._order: anyio.Lock | None = None
 
     async def on_primary(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
-        """Return what `act` gives on the primary; see `Peers.on_primary`."""
+        """Return the result of `act` on the primary; see `Peers.on_primary`."""
         return await self.peers.on_primary(f"{kind}-{step}", what, act)
 
-    def save(self, kind: str, what: str) -> JointSave:
-        """Return the processes' side of a save, which takes its turn now."""
+    def save(self, kind: str, what: str) -> JobSave:
+        """Return the part that this process takes in a save; the save takes its turn now."""
         self._order = self._order or anyio.Lock()
         return MultihostSave(self.peers, kind, what, self._order)
 
     def withdraw(self, loop: EngineLoop, kind: str, what: str, error: Exception) -> None:
-        """Tell the others that a save which they may wait for cannot begin here; does not wait."""
-        # Where the manager is closed, they heard that when it was.
+        """Tell the processes that may wait for a save that it cannot begin here; does not wait."""
+        # If the manager is closed, its closing has told them.
         with contextlib.suppress(CheckpointError):
             loop.submit(self.peers.withdraw, kind, what, error)
 
     def _check_same(self, step: int | None, other: int | None) -> None:
-        """Raise if this process restores another step than one of the others."""
+        """Raise if this process restores another step than another process."""
         if step != other and step is not None:
             raise CoordinationError(
                 f"process {self.process} restores step {step} while another one restores step "
@@ -189,27 +185,26 @@ class SharedRoot(_SeveralProcesses):
     """Several processes that see the same root; the primary acts for all of them."""
 
     def __init__(self, peers: Peers, index: StepIndex) -> None:
-        """Use the root that `index` lists together with `peers`."""
         super().__init__(peers, index)
         self.owns_root: bool = peers.index == 0
         self.steps = index
 
     async def open(self, act: Callable[[], Awaitable[None]]) -> None:
-        """Open the root on the primary, which makes it and keeps it tidy."""
+        """Open the root on the primary, which creates it and keeps it tidy."""
         if self.owns_root:
             try:
                 await act()
             except BaseException as error:
-                # The others would wait for this process.
+                # Otherwise the other processes would wait for this one.
                 await self.peers.cannot_open(error)
                 raise
 
     async def decided(self, kind: str, what: str, act: Act) -> JsonValue:
-        """Return what `act` decides on the primary, which tells the others."""
+        """Return the decision of `act` on the primary, which sends it to all."""
         return await self.peers.on_primary(kind, what, act)
 
     async def judged(self, see: See, judge: Judge) -> Reasons:
-        """Return what `judge` says of the steps that `see` reads; all see the same ones."""
+        """Return the reasons of `judge` against the steps that `see` reads, equal on all."""
         return _judgements(await see(await self._index.refresh()), judge)
 
     @contextlib.asynccontextmanager
@@ -222,7 +217,7 @@ class SharedRoot(_SeveralProcesses):
     ) -> AsyncIterator[FoundStep]:
         """Agree on the step that the primary finds; the body succeeds on all processes or none.
 
-        What the primary has found already is `opened`.
+        `opened` is the step if the primary has found it already.
         """
         async with self.peers.all_of("restore", _restore_of(step)) as operation:
             check_broadcast(broadcast_bytes, own_disks=False)
@@ -235,12 +230,14 @@ class SharedRoot(_SeveralProcesses):
             except StepDeletedError as error:
                 if self.process == 0:
                     raise
-                raise self._deleted(error) from error
+                # The primary has found it.
+                why = f"or process {self.process} sees another root than process 0"
+                raise StepDeletedError(f"{error.message}; {why}", step=error.step) from error
 
     async def _find_with_primary(
         self, step: int | None, opened: OpenedStep | None, nbytes: int | None, operation: Operation
     ) -> OpenedStep:
-        """Return the step that the primary finds, which hands on what it has read of it."""
+        """Return the step that the primary finds; the primary sends its manifest to the others."""
         if self.process == 0:
             opened = opened or await self._index.found(step)
             manifest = opened.manifest
@@ -269,7 +266,7 @@ class SharedRoot(_SeveralProcesses):
         try:
             opened = await self._index.found(about["step"])
         except StepNotFoundError as error:
-            # It was there a moment ago.
+            # The primary found the step a moment ago.
             where = self._index.location
             raise StepDeletedError(
                 f"{where}: it was deleted while it was read", step=about["step"]
@@ -281,56 +278,48 @@ class SharedRoot(_SeveralProcesses):
             )
         return opened
 
-    def _deleted(self, error: StepDeletedError) -> StepDeletedError:
-        """Return the error of a process that does not find what the primary has found."""
-        why = f"{error.message}; or process {self.process} sees another root than process 0"
-        return StepDeletedError(why, step=error.step)
-
     async def on_step(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
-        """Return what `act` gives on the primary; all see the same step."""
+        """Return the result of `act` on the primary; all processes see the same step."""
         return await self.on_primary(kind, step, what, act)
 
     async def everywhere(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
-        """Return what `act` gives on the primary; all see the same root."""
+        """Return the result of `act` on the primary; all processes see the same root."""
         return await self.on_primary(kind, step, what, act)
 
     async def delete(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
-        """Return what `act` gives on the primary, which deletes for all."""
+        """Return the result of `act` on the primary, which deletes for all."""
         return await self.on_primary(kind, step, what, act)
 
     async def undelete(self, step: int, trash: StepTrash) -> None:
-        """Take a step back from the trash, on the primary."""
 
         async def act() -> None:
-            await _take_back(step, trash)
+            await _restore_from_trash(step, trash)
 
         await self.on_primary("undelete", step, f"undeleting step {step}", act)
 
-    async def superfluous(self, saved: int, retention: Retention) -> None:
-        """Leave it to the retention to find out what is to be deleted."""
+    async def deletion_plan(self, saved: int, retention: Retention) -> None:
+        """Return None: the retention makes the plan itself."""
 
 
 class SeparateRoots(_SeveralProcesses):
-    """Several processes with a root each. Only what all of them have counts as a step."""
+    """Several processes with a root each. A step counts if all of them have it."""
 
     owns_root = True
 
     def __init__(self, peers: Peers, index: StepIndex) -> None:
-        """Use the root that `index` lists, and those of `peers`."""
         super().__init__(peers, index)
         self._said_foreign = False
 
     @property
     def steps(self) -> SeparateRoots:
-        """This: `refresh`, `latest` and `found` see the steps that all processes have."""
+        """Itself: `refresh`, `latest` and `found` see the steps that all processes have."""
         return self
 
     async def open(self, act: Callable[[], Awaitable[None]]) -> None:
-        """Open the root of every process."""
         try:
             await act()
         except BaseException as error:
-            # The others would wait for this process.
+            # Otherwise the other processes would wait for this one.
             await self.peers.cannot_open(error)
             raise
 
@@ -340,13 +329,13 @@ class SeparateRoots(_SeveralProcesses):
         return (await self.peers.all_or_none("steps", "listing the steps", look)).everywhere
 
     async def decided(self, kind: str, what: str, act: Act) -> JsonValue:
-        """Return what `act` decides: of what the processes have in common, the same on each."""
+        """Return the decision of `act`, the same on each: it depends on common steps only."""
         return await act()
 
     async def judged(self, see: See, judge: Judge) -> Reasons:
-        """Return what `judge` says of the steps that all processes have; a complaint counts.
+        """Return the reasons against the steps that all processes have; any disk may give one.
 
-        `see` reads them on this disk; leaves that are odd on another one are among those judged.
+        `see` reads the steps on this disk; `judge` also gets leaves that are odd on other disks.
         """
         async with self.peers.all_of("judge", "how healthy the steps are") as operation:
             common = await self._in_common(None, operation)
@@ -385,31 +374,31 @@ class SeparateRoots(_SeveralProcesses):
     ) -> AsyncIterator[FoundStep]:
         """Find a step that all processes have; the body succeeds on all of them or none.
 
-        They look again, whatever was `opened`: each reads its own disk.
+        They look again even if a step is `opened`: each process reads its own disk.
         """
         async with self.peers.all_of("restore", _restore_of(step)) as operation:
             check_broadcast(broadcast_bytes, own_disks=True)
             yield FoundStep(await self._index.found(await self._common(step, operation)))
 
     async def on_step(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
-        """Do something to a step on every disk.
+        """Call `act` for a step on every disk.
 
         Raises:
-            StepNotFoundError: Not all processes have it; nothing was done anywhere.
+            StepNotFoundError: Not all processes have the step; `act` was called nowhere.
         """
         async with self.peers.all_of(f"{kind}-{step}", what) as operation:
             await self._common(step, operation)
             return await act()
 
     async def everywhere(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
-        """Do something to the root of every process."""
+        """Call `act` for the root of every process; all succeed or none."""
         return await self.peers.all_or_none(f"{kind}-{step}", what, lambda _: act())
 
     async def delete(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
-        """Delete what some of the disks have.
+        """Delete a step from all disks that have it.
 
         Raises:
-            StepNotFoundError: None has it.
+            StepNotFoundError: No disk has it.
         """
         async with self.peers.all_of(f"{kind}-{step}", what) as operation:
             missing = None
@@ -427,8 +416,8 @@ class SeparateRoots(_SeveralProcesses):
         """Take a step back from the trash of every disk.
 
         Raises:
-            StepNotFoundError: No save of it is in the trash of all of them; nothing was done.
-            StepExistsError: It exists on one of them; nothing was done.
+            StepNotFoundError: No save of the step is in every trash; nothing was done.
+            StepExistsError: The step exists on one of the disks; nothing was done.
         """
         async with self.peers.all_of(f"undelete-{step}", f"undeleting step {step}") as operation:
             own: JsonValue = list(await trash.saves_of(step))
@@ -438,10 +427,10 @@ class SeparateRoots(_SeveralProcesses):
                 raise await trash.missing(step)
             await trash.undelete(step, common[-1])
 
-    async def superfluous(self, saved: int, retention: Retention) -> Superfluous | None:
-        """Return what is to be deleted after `saved`, as it is on this disk.
+    async def deletion_plan(self, saved: int, retention: Retention) -> DeletionPlan | None:
+        """Return what is to be deleted from this disk after `saved`.
 
-        Policies see the steps that all processes have; only what none wants to keep goes.
+        Policies get the steps that all processes have; a step goes only if no process keeps it.
         """
         if retention.keeps_all:
             return None
@@ -450,34 +439,35 @@ class SeparateRoots(_SeveralProcesses):
         ) as operation:
             common = await self._in_common(None, operation)
             steps = await self._seen(retention.saved_steps, common, operation)
-            own = await retention.superfluous(common.own, steps)
-            kept: JsonValue = kept_of(common.own, own)
-            return in_common(own, await gathered(operation, kept, "kept"))
+            own = await retention.deletion_plan(common.own, steps)
+            kept: JsonValue = kept_items(common.own, own)
+            return common_deletions(own, await gathered(operation, kept, "kept"))
 
     async def _seen(self, see: See, common: CommonSteps, operation: Operation) -> list[SavedStep]:
-        """Return steps as policies see them, the same on all processes."""
+        """Return steps in the form that policies take, the same on all processes."""
         async with beating(operation):
             own = await see(common.own)
         everywhere = common.everywhere.values()
         if not any(each.nonfinite_leaves or each.unequal_leaves for each in everywhere):
-            # No disk has odd leaves. Only whether that is known may differ.
+            # No disk has odd leaves. The disks may differ only in whether that is known.
             return [
                 replace(step, nonfinite_leaves=each.nonfinite_leaves)
                 for step, each in zip(own, everywhere, strict=True)
             ]
-        return joined(own, await gathered(operation, await run_in_thread(told, own), "leaves"))
+        return join_health(
+            own, await gathered(operation, await run_in_thread(health_data, own), "leaves")
+        )
 
     async def _in_common(self, asked: int | None, operation: Operation) -> CommonSteps:
         """Return the steps that all processes have.
 
         Args:
-            asked: A step that all of them ask for, or None.
-            operation: What they do it for.
+            asked: The step that all processes ask for, or None.
+            operation: The operation to which this look belongs.
         """
         async with beating(operation):
             found = await self._index.refresh()
-        # A step that not all have published does not count, nor one whose parts are from
-        # different saves.
+        # A step counts only if all processes have published it, with parts of the same save.
         self._say_foreign([each.step for each in found.values() if each.is_foreign])
         own: JsonValue = [
             [each.step, each.save, each.nonfinite_leaves, each.unequal_leaves]
@@ -490,24 +480,25 @@ class SeparateRoots(_SeveralProcesses):
         common = [key for key in sorted(set.intersection(*map(set, disks))) if key[1]]
         return CommonSteps(
             {step: found[step] for step, _ in common},
-            {key[0]: on_all(found[key[0]], [disk[key] for disk in disks]) for key in common},
+            {key[0]: health_on_all(found[key[0]], [disk[key] for disk in disks]) for key in common},
         )
 
     def _say_foreign(self, steps: list[int]) -> None:
-        """Say once that steps of Orbax are left out: it is not known which belong together."""
+        """Warn once that Orbax steps are left out: it is unknown which of them belong together."""
         if steps and not self._said_foreign:
             self._said_foreign = True
             logger.warning(
-                "%s: steps that Orbax wrote are left out, since every process has its own disk: %s",
+                "%s: steps that another library wrote are left out, since every process has its "
+                "own disk: %s",
                 redact(self._index.location),
                 shortened(steps),
             )
 
     async def _common(self, step: int | None, operation: Operation) -> int:
-        """Return the step that all processes have; None finds the greatest.
+        """Return `step` if all processes have it; None finds the greatest common step.
 
         Raises:
-            StepNotFoundError: There is none; says which there are.
+            StepNotFoundError: There is no such step; the message lists the common steps.
         """
         asked = None if step is None else check_step(step)
         steps = list((await self._in_common(asked, operation)).own)
@@ -530,8 +521,8 @@ def _judgements(steps: Sequence[SavedStep], judge: Judge) -> Reasons:
     return {each.step: judge(each) for each in steps}
 
 
-async def _take_back(step: int, trash: StepTrash) -> None:
-    """Take the one back that was deleted last."""
+async def _restore_from_trash(step: int, trash: StepTrash) -> None:
+    """Take back the save of this step that was deleted last."""
     found = await trash.saves_of(step)
     if not found:
         raise await trash.missing(step)

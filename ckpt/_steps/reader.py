@@ -1,17 +1,17 @@
-"""The steps of one root, read: which there are, what they are, and what they hold."""
+"""`StepReader`: lists, restores and verifies the steps of one root."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
-from ckpt._arguments import check_step, one_of, shown, true_or_false
+from ckpt._arguments import check_step, shown
+from ckpt._engine.base_step import base_of_restored
 from ckpt._engine.engine import Engine
-from ckpt._engine.last_save import restored
 from ckpt._engine.restore.pipeline import restore_items
 from ckpt._engine.restore.step_files import OtherCopies, StepCopy
 from ckpt._engine.restore.virtual_files import files_of
@@ -19,24 +19,29 @@ from ckpt._engine.verify.file_selection import read_limits
 from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._events import EventRecorder
-from ckpt._format.history import Parent, is_rest_of
+from ckpt._format.history import Parent, is_same_save
 from ckpt._format.manifest import JsonValue, Manifest
-from ckpt._plan.adapt import Adapt
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
-from ckpt._settings import ArrayMemory, VerifyMode, checks_devices
-from ckpt._steps.index import IndexedStep, StepIndex
+from ckpt._steps.index import StepIndex
 from ckpt._steps.opened import OpenedStep
+from ckpt._steps.path_diagnosis import opened_checkpoint
 from ckpt._steps.previous_steps import saved_step
 from ckpt._steps.processes import Processes
-from ckpt._steps.restores.requests import context_of, result_of, wanted_items, what_is_missing
+from ckpt._steps.restores.restore_arguments import (
+    RestoreOptions,
+    context_of,
+    result_of,
+    volume_text,
+    wanted_items,
+    what_is_missing,
+)
+from ckpt._steps.restores.restored_state import RestoredState
 from ckpt._steps.restores.step_choice import RunStart, StepChoice
 from ckpt._steps.step_metadata import StepMetadata, describe_step
 from ckpt._steps.unreadable import shortened
-from ckpt._steps.wrong_paths import opened_checkpoint
 from ckpt._tree.suggestions import suggestion
-from ckpt._tree.table import size_text
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -48,20 +53,22 @@ from ckpt.errors import (
     StepNotFoundError,
     StorageError,
 )
-from ckpt.policies._context import SavedStep
-from ckpt.policies._health import Healthy, check_healthy
-from ckpt.policies._ranking import BestN, Metric, Mode, best_of
+from ckpt.keep._health import Healthy, check_healthy
+from ckpt.keep._questions import SavedStep
+from ckpt.keep._ranking import Best, Metric, Mode, best_of
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import refuse_deleted, while_read
+from ckpt.storage._manifests import refuse_deleted
 from ckpt.storage._resolve import PathLike, open_step_dir
 
 logger = logging.getLogger("ckpt")
 
-# A writer that deletes the latest step this often while it is read keeps nothing that one can read.
+# After so many tries a read fails: a writer that deletes the latest step so often keeps none that
+# can be read.
 _LATEST_TRIES = 20
 
+BeginsFrom = Callable[[Parent | None, int | None, RestoredState | None], None]
 _Load = Callable[[int | None], Awaitable[tuple[int | None, Any]]]
-# Finds the copies of a step in other places that hold the same as this manifest says.
+# Finds copies of a step in other places with the same content as this manifest.
 Elsewhere = Callable[[Manifest], Awaitable[Sequence[StepCopy]]]
 
 
@@ -73,34 +80,34 @@ class StepReader:
         storage: Storage,
         index: StepIndex,
         engine: Engine,
-        ranking: BestN | None,
+        ranking: Best | None,
         processes: Processes,
-        begins_from: Callable[[Parent | None, int | None], None],
+        begins_from: BeginsFrom,
         *,
         may_write: bool,
     ) -> None:
         """Read from `storage`, together with the other processes of the job.
 
-        `ranking` says which step is the best where a call does not. `begins_from` is told of the
-        checkpoint that the run has begun from, and of its own step that was restored.
+        `ranking` defines the best step if a call does not. `begins_from` is called with the
+        checkpoint that the run began from, its own step that was restored, and the restored state.
         """
         self._storage = storage
         self._index = index
         self._engine = engine
-        self.ranking: BestN | None = ranking
+        self.ranking: Best | None = ranking
         self._processes = processes
-        self.begins_from: Callable[[Parent | None, int | None], None] = begins_from
+        self.begins_from: BeginsFrom = begins_from
         self._may_write = may_write
         self.choice: StepChoice = StepChoice(storage, index, processes)
-        # The attempts of steps of which it was said which items they lack.
+        # Attempts of the steps whose missing items a warning has named.
         self._said_missing: set[str] = set()
 
     async def all_steps(self) -> list[int]:
-        """Return every committed step, ascending."""
+        """Return the committed steps, ascending."""
         return list(await self._processes.steps.refresh())
 
     async def latest_step(self, healthy: bool | Healthy = False) -> int | None:
-        """Return the latest committed step, or the latest healthy one; None without any."""
+        """Return the latest committed step, or the latest healthy one; None if there is none."""
         wanted = check_healthy(healthy)
         if wanted is not None:
             return (await self.choice.healthy_step(wanted))[0]
@@ -122,7 +129,7 @@ class StepReader:
         return await run_in_thread(rank, steps, metric, mode, self.ranking)
 
     async def saved_steps(self) -> dict[int, SavedStep]:
-        """Return the committed steps as policies see them, ascending."""
+        """Return the committed steps in the form that policies take, ascending."""
         found = await self._processes.steps.refresh()
         return {step: saved_step(each) for step, each in found.items()}
 
@@ -133,23 +140,22 @@ class StepReader:
         return await run_in_thread(describe_step, opened.manifest, path)
 
     async def manifest(self, step: int) -> Manifest:
-        """Return the manifest of `step`."""
         return (await self._processes.steps.found(step)).manifest
 
     @property
     def damaged(self) -> list[int]:
-        """The steps with files that are missing or too short, as far as was seen when listing.
+        """Steps with missing or too short files, as far as listing has shown.
 
-        In a job there are none: what all processes do must not depend on what one has seen.
+        Empty in a job: the processes must not act on what only one of them has seen.
         """
         if self._processes.count > 1:
             return []
         return [each.step for each in self._index.unreadable if each.kind == "damaged"]
 
     async def copy(self, step: int) -> StepCopy | None:
-        """Return `step` as another copy of what is restored from elsewhere; None if it is none.
+        """Return `step` as another copy of a step that is restored elsewhere; None if it is none.
 
-        Another library's step is not.
+        A step of another library is none.
         """
         opened = await self._index.found(step)
         if opened.foreign is not None:
@@ -158,7 +164,7 @@ class StepReader:
         return StepCopy(redact(self._storage.location), opened.manifest, files)
 
     async def start_of_run(self, healthy: bool | Healthy) -> RunStart:
-        """Return where the run begins or goes on; see `StepChoice`."""
+        """Return how the run begins or goes on; see `StepChoice`."""
         return await self.choice.start_of_run(check_healthy(healthy))
 
     async def verify(
@@ -167,10 +173,10 @@ class StepReader:
         deep: bool,
         sample: float | None = None,
         seed: int | None = None,
-        deadline: float | None = None,
+        timeout: float | None = None,
     ) -> VerifyReport:
-        """Compare `step`, or the latest one, with its manifest; see `engine.verification`."""
-        limits = read_limits(deep, sample, seed, deadline)
+        """Compare `step`, or the latest one, with its manifest; see `verify_step_dir`."""
+        limits = read_limits(deep, sample, seed, timeout)
         began = time.perf_counter_ns()
         with self._recorder("verify", step).failing(began):
             for _ in range(_LATEST_TRIES):
@@ -183,8 +189,8 @@ class StepReader:
                 looked = await self._index.look(step_dirs[0])
                 if looked is not None and looked.is_foreign:
                     raise NotACheckpointError(
-                        f"{self._storage.location}/{step_dirs[0]} was written by Orbax, without "
-                        "digests: there is nothing to compare it with. A restore reads it",
+                        f"{self._storage.location}/{step_dirs[0]} was written by another library, "
+                        "without digests: there is nothing to compare it with. A restore reads it",
                         step=chosen,
                     )
                 try:
@@ -199,7 +205,9 @@ class StepReader:
                     )
                 except StepNotFoundError as error:
                     deleted = error
-                    if step is not None and not await self._lost_items(step_dirs[0], looked):
+                    now = None if step is None else await self._index.look(step_dirs[0])
+                    # A step that has only lost items is still there.
+                    if step is not None and not (now and looked and is_same_save(now, looked)):
                         raise
                     continue
                 found = f"step {chosen}: {report.path} is damaged"
@@ -208,123 +216,62 @@ class StepReader:
                 return report
             raise deleted
 
-    async def _lost_items(self, step_dir: str, known: IndexedStep | None) -> bool:
-        """Tell whether a step is still there, and only items were taken out of it."""
-        found = await self._index.look(step_dir)
-        return found is not None and known is not None and is_rest_of(found, known)
-
-    async def begin_from(
-        self,
-        source: PathLike,
-        target: Any,
-        named: bool,
-        adapt: Adapt | Mapping[str, Adapt] | None,
-    ) -> Any:
-        """Return what a checkpoint of another run holds, which this run begins from."""
+    async def begin_from(self, source: PathLike, options: RestoreOptions) -> Any:
+        """Return the restored content of another run's checkpoint, from which this run begins."""
         began = time.perf_counter()
         storage, step_dir = open_step_dir(source, follow=True)
         opened = await opened_checkpoint(source, storage, step_dir)
-        storage, where = opened.storage, opened.location
-        processes, manifest = self._processes, opened.manifest
-        like, items = (None, target) if named else (target, None)
-        async with while_read(storage, opened.step_dir, manifest):
-            context = context_of(opened, storage, self._engine, processes.process, processes.count)
-            loaded = await restore_items(context, wanted_items(manifest, like, items, adapt))
-        # What is written down for others must not hold what opens the store.
-        self.begins_from(Parent(redact(where), manifest.step, manifest.attempt), None)
-        logger.info(
-            "a new run begins from %s: %s in %.2f s",
-            redact(where),
-            size_text(sum(context.moved)),
-            time.perf_counter() - began,
-        )
-        return result_of(manifest, loaded, named=named)
+        where, manifest = redact(opened.location), opened.manifest
+        try:
+            process = self._processes.process, self._processes.count
+            context = context_of(opened, self._engine, *process)
+            loaded = await restore_items(context, wanted_items(manifest, options))
+        except CheckpointError as error:
+            # The step of the error is not one of this run.
+            error.step, error.message = None, f"source {where}: {error.message}"
+            raise
+        # Credentials are redacted: this path is stored in the manifest.
+        self.begins_from(Parent(where, manifest.step, manifest.attempt), None, None)
+        logger.info("a new run begins from %s: %s", where, volume_text(context, began))
+        return result_of(context, options, loaded)
 
     async def resume(
-        self,
-        start: RunStart,
-        target: Any,
-        named: bool,
-        adapt: Adapt | Mapping[str, Adapt] | None,
-        fallback: bool,
-        healthy: bool | Healthy,
-        caller: CallingThread,
+        self, start: RunStart, options: RestoreOptions, caller: CallingThread
     ) -> tuple[int, Any]:
-        """Return the step after the one of `start`, and what that holds; see the managers."""
-        true_or_false("fallback", fallback)
-        load = partial(
-            self.load,
-            latest=start.latest,
-            like=None if named else target,
-            items=target if named else None,
-            at=None,
-            adapt=adapt,
-            broadcast_bytes=None,
-            caller=caller,
-        )
-        wanted = check_healthy(healthy)
-        step, found = await self._newest(load, fallback, wanted, start)
+        """Restore the step of `start`; return the step after it, and the restored state."""
+        load = partial(self.load, options=options, caller=caller, latest=start.latest)
+        step, found = await self._newest(load, options, start)
         return check_step(step) + 1, found
 
     async def restore(
-        self,
-        step: int | None,
-        like: Any,
-        items: Mapping[str, Any] | Iterable[str] | None,
-        at: str | None,
-        adapt: Adapt | Mapping[str, Adapt] | None,
-        broadcast_bytes: int | None,
-        fallback: bool,
-        healthy: bool | Healthy,
-        memory: ArrayMemory,
-        verify: VerifyMode | None,
-        caller: CallingThread,
+        self, step: int | None, options: RestoreOptions, caller: CallingThread
     ) -> Any:
-        """Load a step, or the latest one: then the next one where it is deleted meanwhile.
+        """Load a step, or the latest one; if that is deleted meanwhile, load the next one.
 
-        Several processes load the same step, and all of them fail where one does. With
-        `broadcast_bytes` they share what they read, by programs that `caller` runs. With
-        `fallback`, a damaged step is passed over for the one before it; with `healthy`, all that
-        are not known to be healthy.
+        Several processes load the same step, and all of them fail if one does. If they share the
+        bytes they read, programs that `caller` runs exchange them.
         """
-        true_or_false("fallback", fallback)
-        wanted = check_healthy(healthy)
-        one_of("memory", memory, get_args(ArrayMemory))
-        step = None if step is None else check_step(step)
-        # It may be asked for more than once.
-        items = list(items) if isinstance(items, Iterator) else items
-        load = partial(
-            self.load,
-            like=like,
-            items=items,
-            at=at,
-            adapt=adapt,
-            broadcast_bytes=broadcast_bytes,
-            caller=caller,
-            memory=memory,
-            is_checked=checks_devices(verify),
-        )
+        load = partial(self.load, options=options, caller=caller)
         if step is not None:
-            check_one_step(step, fallback, wanted)
-        found = await (load(step) if step is not None else self._newest(load, fallback, wanted))
-        return found[1]
+            return (await load(check_one_step(step, options)))[1]
+        return (await self._newest(load, options))[1]
 
     async def _newest(
-        self, load: _Load, fallback: bool, wanted: Healthy | None, start: RunStart | None = None
+        self, load: _Load, options: RestoreOptions, start: RunStart | None = None
     ) -> tuple[int | None, Any]:
-        """Load the newest step; each one that is passed over is named in a warning.
+        """Load the newest step; a warning names each step that is passed over.
 
         Args:
             load: Loads a step; None is the latest.
-            fallback: Pass over steps that are damaged, or lack an item that is wanted.
-            wanted: Pass over those that are not healthy by it.
-            start: Where the run goes on, which saves those anew; None for a restore alone.
+            options: The options that say which steps are passed over.
+            start: The start of a run, which saves passed-over steps anew; None for a mere restore.
         """
         first: CorruptCheckpointError | ItemDroppedError | None = None
         tried: set[int] = set()
         gone = 0
+        wanted = options.healthy
         choose = partial(self.choice.step_for_all, wanted, tried, goes_back=start is not None)
-        # Listing every step takes long in a large root, and is seldom needed.
+        # Do not list every step yet: it takes long in a large root, and is seldom needed.
         chosen = None if start is None else start.healthy
         if wanted is not None and chosen is None:
             chosen = await choose()
@@ -334,13 +281,13 @@ class StepReader:
             try:
                 return await load(chosen)
             except (StepDeletedError, StepNotFoundError):
-                # Deleted or replaced since it was chosen: another one is, or the new one.
+                # The step was deleted or replaced after the choice: choose again.
                 gone += 1
                 if chosen is None or gone == _LATEST_TRIES:
                     raise
             except (CorruptCheckpointError, ItemDroppedError) as error:
                 step = error.step if chosen is None else chosen
-                if step is None or not fallback:
+                if step is None or not options.fallback:
                     raise
                 damage = error.message if isinstance(error, CorruptCheckpointError) else None
                 first = first or error
@@ -359,61 +306,43 @@ class StepReader:
     async def load(
         self,
         step: int | None,
-        like: Any,
-        items: Mapping[str, Any] | Iterable[str] | None,
-        at: str | None,
-        adapt: Adapt | Mapping[str, Adapt] | None,
-        broadcast_bytes: int | None,
+        options: RestoreOptions,
         caller: CallingThread,
-        memory: ArrayMemory = "jax",
-        is_checked: bool = False,
         latest: OpenedStep | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> tuple[int | None, Any]:
-        """Load a step, or the latest one; return it with what it holds.
+        """Load a step, or the latest one; return its number and the result.
 
-        What is damaged in it is read from the copies that `elsewhere` finds.
+        Damaged parts are read from the copies that `elsewhere` finds.
         """
-        began = time.perf_counter_ns()
+        began, began_ns = time.perf_counter(), time.perf_counter_ns()
         engine, processes = self._engine, self._processes
-        with self._recorder("restore", step).failing(began):
+        with self._recorder("restore", step).failing(began_ns):
             known: Manifest | None = None
             deleted: StepDeletedError | None = None
             for _ in range(_LATEST_TRIES):
                 is_another = False
-                # Found a moment ago; if it is gone, the next one is looked for.
+                # `latest` was found a moment ago; if it is gone, the next try looks for another.
                 known_latest = latest if step is None and deleted is None else None
                 try:
                     async with processes.restoring(
-                        step, known_latest, broadcast_bytes, caller
+                        step, known_latest, options.broadcast_bytes, caller
                     ) as found:
                         opened = found.opened
                         manifest = opened.manifest
-                        # One that has lost items meanwhile is still the step that was asked for.
+                        # A step that has lost items meanwhile is still the step that was asked for.
                         if step is not None and deleted is not None and known is not None:
-                            is_another = not is_rest_of(manifest, known)
+                            is_another = not is_same_save(manifest, known)
                             if is_another:
                                 raise deleted
                         known = manifest
                         copies, is_own = None, opened.foreign is None
-                        # In a job, each process may have another part of the step.
+                        # In a job, each process may have a different part of the step.
                         if elsewhere is not None and is_own and processes.count == 1:
                             copies = OtherCopies(partial(elsewhere, manifest))
-                        async with while_read(self._storage, opened.step_dir, manifest):
-                            context = context_of(
-                                opened,
-                                self._storage,
-                                engine,
-                                processes.process,
-                                processes.count,
-                                processes.observers,
-                                found.broadcast,
-                                memory,
-                                checks_devices=is_checked,
-                                copies=copies,
-                            )
-                            wanted = wanted_items(manifest, like, items, adapt, at)
-                            loaded = await restore_items(context, wanted)
+                        job = processes.process, processes.count, processes.observers
+                        context = context_of(opened, engine, *job, found.broadcast, options, copies)
+                        loaded = await restore_items(context, wanted_items(manifest, options))
                 except ItemDroppedError as error:
                     raise await self._with_steps(error) from None
                 except StepNotFoundError as error:
@@ -424,47 +353,45 @@ class StepReader:
                         raise
                     raise deleted from deleted.__cause__
                 except CheckpointError as error:
-                    # Of a job, also where another process has found it.
+                    # In a job, this also handles errors that another process has found.
                     if known is not None and _tells_of_damage(error, self._storage):
                         self.distrust(known)
                     raise
-                nbytes = sum(context.moved)
-                self.begins_from(manifest.parent, manifest.step)
-                if self._may_write and (engine.last_save is None or engine.last_save.was_restored):
-                    engine.last_save = restored(self._storage, opened.step_dir, manifest)
+                state = None
+                is_as_saved = options.at is None and options.adapt is None
+                if is_as_saved and loaded.keys() == manifest.items.keys():
+                    state = RestoredState.of(manifest.attempt, loaded, is_foreign=not is_own)
+                self.begins_from(manifest.parent, manifest.step, state)
+                if self._may_write and (engine.base_step is None or engine.base_step.was_restored):
+                    engine.base_step = base_of_restored(self._storage, opened.step_dir, manifest)
                 if copies is not None and copies.first is not None:
                     self.distrust(manifest)
                     await self._say_elsewhere(opened.step_dir, manifest, copies)
-                self._recorder("restore", manifest.step).end(began, "ok", nbytes=nbytes)
-                seconds = (time.perf_counter_ns() - began) / 1e9
-                logger.info(
-                    "restored step %s of %s: %s in %.2f s",
-                    manifest.step,
-                    redact(self._storage.location),
-                    size_text(nbytes),
-                    seconds,
-                )
-                if like is None and items is None and at is None:
+                nbytes = sum(context.moved)
+                self._recorder("restore", manifest.step).end(began_ns, "ok", nbytes=nbytes)
+                where, volume = redact(self._storage.location), volume_text(context, began)
+                logger.info("restored step %s of %s: %s", manifest.step, where, volume)
+                if options.are_for_everything:
                     self._say_missing(manifest)
-                return manifest.step, result_of(manifest, loaded, named=items is not None)
+                return manifest.step, result_of(context, options, loaded)
             assert deleted is not None
             raise deleted
 
     def distrust(self, manifest: Manifest) -> None:
-        """Have no save take over data files of a step that is damaged, whichever of them are."""
+        """Keep saves from reusing any data file of a damaged step."""
         files = (f"{name}/{path}" for name, it in manifest.items.items() for path in it.data_files)
         where = redact(self._storage.location)
         self._engine.distrust(files, f"step {manifest.step} of {where} is damaged")
 
     async def _with_steps(self, error: ItemDroppedError) -> ItemDroppedError:
-        """Return the error of an item that was dropped, with the steps that still have it."""
+        """Return the error of a dropped item, extended by the steps that still have it."""
         found = await self._index.refresh()
         steps = [step for step, each in found.items() if error.item in each.items]
         left = f"steps that still have it: {shortened(steps)}" if steps else "no step has it now"
         return ItemDroppedError(f"{error.message}; {left}", step=error.step, item=error.item)
 
     def _say_missing(self, manifest: Manifest) -> None:
-        """Say once of a step that was restored as a whole what it does not have any more."""
+        """Warn once about the items that a restored whole step no longer has."""
         missing = what_is_missing(manifest)
         if missing and manifest.attempt not in self._said_missing:
             self._said_missing.add(manifest.attempt)
@@ -491,41 +418,44 @@ class StepReader:
 
 def _tells_of_damage(error: CheckpointError, storage: Storage) -> bool:
     if isinstance(error, StorageError):
-        # A store says so of all that it has; a disk of one file.
+        # EIO from an object store is about the whole store; from a disk, about one file.
         return error.errno == errno.EIO and not storage.keeps_others
     return isinstance(error, CorruptCheckpointError | DeviceMismatchError)
 
 
-def check_one_step(step: int, fallback: bool, healthy: Healthy | None) -> int:
-    """Return `step`, which was asked for by its number.
+def check_one_step(step: object, options: RestoreOptions) -> int:
+    """Return `step`, which was asked for by its number, as an int.
 
     Raises:
-        InvalidArgumentError: Something else was asked for, too, that makes sense without one only.
+        InvalidArgumentError: An option was given, too, that makes sense only without a step.
     """
+    number = check_step(step)
     for name, given, kind in (
-        ("fallback=True", fallback, "whole"),
-        ("healthy=...", healthy is not None, "healthy"),
+        ("fallback=True", options.fallback, "whole"),
+        ("healthy=...", options.healthy is not None, "healthy"),
     ):
         if given:
             raise InvalidArgumentError(
                 f"restore({name}) takes the newest step that is {kind}: leave the step out",
-                step=step,
+                step=number,
             )
-    return step
+    return number
 
 
 def rank(
-    steps: Sequence[SavedStep], metric: Metric | None, mode: Mode | None, ranking: BestN | None
+    steps: Sequence[SavedStep], metric: Metric | None, mode: Mode | None, ranking: Best | None
 ) -> int | None:
-    """Return the step with the best metric; None without steps.
+    """Return the step with the best metric; None if there are no steps, or none has metrics.
 
     Raises:
-        InvalidArgumentError: It is not said which is the best, or no step has such a metric.
+        InvalidArgumentError: Nothing defines the best step, or no step has the metric.
     """
     if metric is None:
+        if not any(each.metrics for each in steps):
+            return None
         if ranking is None:
             raise InvalidArgumentError(
-                "best_step(): the manager's preservation has no single BestN that defines the "
+                "best_step(): keep= of the manager has no single Best that defines the "
                 "best step. Name a metric: best_step('loss', 'min')"
             )
         metric, mode = ranking.metric, mode or ranking.mode
@@ -535,7 +465,7 @@ def rank(
         )
     best = best_of(steps, metric, mode)
     if best is None and steps:
-        # The caller may take None for a fresh run, or restore the latest step.
+        # None would be wrong: the caller may take it for a fresh run, or restore the latest step.
         raise _no_metric(metric, steps)
     return best
 

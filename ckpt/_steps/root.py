@@ -1,4 +1,4 @@
-"""`Root`: one root below its saves: what it holds, what may be saved to it, what stays in it."""
+"""`Root`: one root below its saves: its steps, the policy on new saves, and its deletions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import anyio
 from msgspec.structs import replace
 
 from ckpt._arguments import check_step
-from ckpt._engine.save.request import SaveRequest
+from ckpt._engine.save.save_request import SaveRequest
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.history import ReplacedSave
 from ckpt._redaction import redact
@@ -24,29 +24,30 @@ from ckpt._steps.processes import Processes
 from ckpt._steps.removal.retention import Retention
 from ckpt._steps.root_metadata import write_root_metadata
 from ckpt.errors import CheckpointError, ReadOnlyError, StorageError
-from ckpt.policies._context import SaveContext
-from ckpt.policies._save_policies import SavePolicyLike, refusal_of
+from ckpt.save_when._save_policies import SaveContext, SavePolicyLike, refusal_of
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import note_branch
 
 logger = logging.getLogger("ckpt")
 
-# Of many steps that are left behind, the greatest are named: 20 bytes each in the list of steps.
+# The largest number of left-behind steps that are named: each takes 20 bytes in the list of steps.
 _MOST_BEHIND = 4096
+_BEGUN = "%s: left out, since Orbax has not finished it: %s. 'ckpt gc --orbax' removes old ones"
 
 
 class Root:
     """One root. Its coroutines run on the engine's loop.
 
     Attributes:
-        storage: Where it is.
-        names: How the directories of its steps are called.
+        storage: Storage of the root.
+        names: Naming of its step directories.
         index: Its committed steps.
         processes: The processes that use it.
         retention: Deletes its steps.
-        is_read_only: Whether nothing may be written.
-        log_level: The level of the line about each save.
+        metadata: Metadata to keep with the root, or None.
+        is_read_only: True if nothing may be written.
+        log_level: Level of the line about each save.
     """
 
     def __init__(
@@ -64,40 +65,35 @@ class Root:
         observers: tuple[Observer, ...],
         log_level: int = logging.INFO,
     ) -> None:
-        """Take the parts of a root; does no input or output."""
+        """Put a root together from its parts; does no input or output."""
         self.storage = storage
         self.names = names
         self.index = index
         self.processes = processes
         self.retention = retention
-        self._save_policy = save_policy
-        self._metadata = metadata
+        self.save_policy = save_policy
+        self.metadata: Mapping[str, Any] | None = metadata
         self.is_read_only = read_only
         self._must_exist = must_exist
         self._observers = observers
         self.log_level = log_level
-        # Told a step and whether it is overwritten; returns the saves that make way for it, of all
-        # places to which steps are copied on from here.
+        # Called with a step and whether the save may replace any step; returns the saves that give
+        # way to it, in all places to which steps are copied on from here.
         self.replaced: Callable[[int, bool], Awaitable[Sequence[ReplacedSave]]] = _nothing
-        self._opened = False
+        self._opened = self._begun = False
         self._swept = 0.0
-
-    @property
-    def has_policy(self) -> bool:
-        """Whether a policy decides about saves."""
-        return self._save_policy is not None
 
     def refuse_writing(self) -> None:
         """Raise if nothing may be written.
 
         Raises:
-            ReadOnlyError: The manager was opened so.
+            ReadOnlyError: The manager was opened read-only.
         """
         if self.is_read_only:
-            raise ReadOnlyError(f"{self.storage.location} was opened with read_only=True")
+            raise ReadOnlyError(f"{self.storage.location} was opened with mode='r'")
 
     async def open(self) -> None:
-        """Make the root, and remove what dead writers left in it; only the first call does."""
+        """Create the root, and remove leftovers of dead writers; further calls do nothing."""
         if not self._opened:
             await self.processes.open(self._open)
             self._opened = True
@@ -106,19 +102,29 @@ class Root:
         if not self.is_read_only:
             await self.storage.prepare()
             await self._sweep()
-            await write_root_metadata(self.storage, self._metadata)
-            await self.retention.prepare()
-            await self.retention.write_down()
-        # Raises where there is no root, and none is to be made.
+        # This call raises if there is no root and none is to be created.
         count, latest = await self.index.overview()
+        where = redact(self.storage.location)
+        if self.index.begun:
+            logger.warning(_BEGUN, where, ", ".join(self.index.begun)[:200])
         if not count and not self.index.unreadable:
             await say_misplaced(self.storage, self.index, raises=self._must_exist)
         steps = f"1 step: {latest}" if count == 1 else f"{count} steps, the latest {latest}"
-        where = redact(self.storage.location)
         logger.log(self.log_level, "%s: %s", where, steps if count else "no steps yet")
 
+    async def begin(self) -> None:
+        """Write the notes of the root; only the first save does.
+
+        So a root of another library, or one that was only read, stays as it was.
+        """
+        if not self._begun and self.processes.owns_root:
+            await write_root_metadata(self.storage, self.metadata or {})
+            await self.retention.prepare()
+            await self.retention.write_down()
+            self._begun = True
+
     async def _sweep(self) -> None:
-        """Remove what dead writers left in the root."""
+        """Remove leftovers of dead writers from the root."""
         self._swept = time.monotonic()
         removed = await self.storage.sweep()
         try:
@@ -130,19 +136,19 @@ class Root:
             logger.debug("removed %d attempts of dead writers: %s", len(removed), removed)
 
     async def refusal(self, step: int, context: SaveContext) -> str | None:
-        """Return why the save policy turns `step` down, or None."""
-        if self._save_policy is None:
+        """Return the reason why the save policy refuses `step`, or None."""
+        if self.save_policy is None:
             return None
         previous = PreviousSteps(self.index)
-        # In a thread, because a policy may be slow, or look at earlier steps. Shielded, because
-        # those are read on this loop, where a cancelled scope could read nothing; and because a
-        # thread cannot be interrupted anyway.
+        # The policy runs in a thread, because it may be slow or look at earlier steps. It is
+        # shielded, because it reads these steps on this loop, where a cancelled scope could read
+        # nothing; and because a thread cannot be interrupted anyway.
         with anyio.CancelScope(shield=True):
-            found = await run_in_thread(refusal_of, self._save_policy, step, previous, context)
+            found = await run_in_thread(refusal_of, self.save_policy, step, previous, context)
         return found
 
     async def has(self, step: int) -> bool:
-        """Return whether a step is there that a save of the same number would not replace."""
+        """Return True if there is a step that a save of the same number would not replace."""
         passed_over = self.index.passed_over.get(step)
         found = [await self.index.look(each) for each in await self.index.step_dirs_of(step)]
         return any(
@@ -151,27 +157,27 @@ class Root:
         )
 
     async def newest_time(self) -> float | None:
-        """Return when the save of the latest committed step began, in Unix seconds."""
+        """Return the Unix time at which the save of the latest committed step began."""
         latest = await self.index.latest()
         return None if latest is None else saved_step(latest).time
 
     async def other_step_dirs(self, step: int) -> list[str]:
-        """Return the step directories of `step` under other names than the one it is written to."""
+        """Return the directories of `step` that do not have the name of a new save."""
         if isinstance(self.names, Standard):
-            # It gives a step one name only, so nothing needs to be looked at.
+            # Standard gives each step one name only, so there is nothing to look for.
             return []
         written = self.names.name(step)
         return [step_dir for step_dir in await self.index.step_dirs_of(step) if step_dir != written]
 
     async def branched(self, request: SaveRequest, restored: int | None) -> SaveRequest:
-        """Return a request that names the saves that make way for it, and those it leaves behind.
+        """Return the request with the saves that give way to it, and those it leaves behind.
 
-        Those are of greater steps, where the run went on from a smaller one. Of a program that has
-        restored nothing, or this very step, it is not known that it goes back.
+        Left behind are saves of greater steps, if the run went on from a smaller one. A program
+        that has restored nothing, or this very step, is not known to go back.
         """
         step = check_step(request.step)
-        request = replace(request, replaces=await self.replaced(step, request.overwrite))
-        # The places are listed only where greater steps were seen before, or saved.
+        request = replace(request, replaces=await self.replaced(step, request.replaces_any))
+        # List the places only if greater steps were seen before, or saved.
         places = self.index, *self.index.others
         seen = max(*(each.greatest for each in places), self.retention.newest or 0)
         if restored is None or not restored < step < seen:
@@ -182,14 +188,14 @@ class Root:
         return replace(request, left_behind=behind[:_MOST_BEHIND])
 
     async def preserve(self, saved: int) -> None:
-        """Delete what the policy does not keep; a failure is logged, since the save is done.
+        """Delete what the policy does not keep; a failure is logged, since the save has succeeded.
 
-        From time to time it also removes what writers on other machines left when they vanished,
-        once their leases have run out.
+        From time to time this also removes leftovers of vanished writers on other machines, once
+        their leases have run out.
         """
         try:
-            going = await self.processes.superfluous(saved, self.retention)
-            if time.monotonic() - self._swept > self.storage.lease_seconds:
+            going = await self.processes.deletion_plan(saved, self.retention)
+            if time.monotonic() - self._swept > self.storage.traits.lease_seconds:
                 await self._sweep()
             with EventRecorder("save", saved, self._observers).phase("preserve"):
                 await self.retention.preserve(going)
@@ -199,5 +205,5 @@ class Root:
             logger.warning("steps that are no longer kept could not be deleted", exc_info=True)
 
 
-async def _nothing(step: int, overwrite: bool) -> Sequence[ReplacedSave]:
+async def _nothing(step: int, replaces_any: bool) -> Sequence[ReplacedSave]:
     return ()

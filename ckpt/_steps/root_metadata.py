@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -15,92 +16,83 @@ from ckpt.storage._base import Storage
 logger = logging.getLogger("ckpt")
 
 _NOTE = "metadata/_ROOT_METADATA"
+# The note of older versions of Orbax, with the values alone, which Orbax reads if the other is
+# missing.
+_OLD_NOTE = "metadata/metadata"
 _MAX_BYTES = 16 << 20
-# How often another writer may write it between a look and a write.
+# Number of times that another writer may change the note between a look and a write.
 _TRIES = 10
 
 
-async def write_root_metadata(storage: Storage, metadata: Mapping[str, Any] | None) -> None:
-    """Write the metadata of a root, unless there is some; what is there stays.
+async def write_root_metadata(storage: Storage, metadata: Mapping[str, Any]) -> None:
+    """Write the metadata of a root if it has none yet; existing metadata stay.
 
-    Where they may not be read, or are no metadata, a warning says so: no step needs them.
+    If the existing note may not be read, or holds no metadata, a warning says so: no step needs it.
 
     Raises:
-        StorageError: They cannot be read, for another reason, or not be written.
+        StorageError: The note cannot be read for another reason, or cannot be written.
     """
+    if not metadata:
+        return
     for _ in range(_TRIES):
         try:
             document = await _read(storage)
-        except CorruptCheckpointError as error:
-            logger.warning("%s", error)
-            return
-        except StorageError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM):
+        except (CorruptCheckpointError, StorageError) as error:
+            if isinstance(error, StorageError) and error.errno not in (errno.EACCES, errno.EPERM):
                 raise
             logger.warning("the metadata of the root was not changed: %s", error)
             return
         if document is not None:
-            await _add(storage, document, metadata or {})
+            await _add(storage, document, metadata)
             return
-        if await storage.put_note(_NOTE, root_view(metadata or {}), replace=False):
+        if await storage.put_note(_NOTE, root_view(metadata), replace=False):
             return
-        # Another writer was quicker; what it wrote decides.
+        # Another writer was faster; look at its note.
     logger.warning("%s/%s comes and goes; it was not written", storage.location, _NOTE)
 
 
 async def _add(storage: Storage, document: dict[str, Any], metadata: Mapping[str, Any]) -> None:
-    """Add the metadata to a document that has none; it keeps what else it says."""
+    """Add the metadata to a document that has none; its other fields stay."""
     found = document["custom_metadata"]
-    if not metadata:
-        return
     if not found:
-        # Written by a manager that was given none, or by Orbax, which keeps more than that in it.
+        # Orbax keeps other fields in the document.
         data = json.dumps(document | {"custom_metadata": dict(metadata)}).encode()
         await storage.put_note(_NOTE, data, replace=True)
     elif found != metadata:
+        both = found.keys() | metadata.keys()
+        differing = [str(key) for key in both if found.get(key, ...) != metadata.get(key, ...)]
         logger.warning(
             "%s keeps the metadata it was given first; what differs now is left out: %s",
             storage.location,
-            ", ".join(sorted(_differing(found, metadata)))[:200],
+            ", ".join(sorted(differing))[:200],
         )
 
 
 async def read_root_metadata(storage: Storage) -> dict[str, Any] | None:
-    """Return the metadata of a root; empty if it was given none, None if nothing was written.
+    """Return the metadata of the root; empty if there are none, None if no note was written.
 
     Raises:
-        StorageError: It cannot be read.
-        CorruptCheckpointError: What is there is not root metadata.
+        StorageError: The note cannot be read.
+        CorruptCheckpointError: The note is not root metadata.
     """
     document = await _read(storage)
     return None if document is None else document["custom_metadata"] or {}
 
 
 async def _read(storage: Storage) -> dict[str, Any] | None:
-    """Return the whole document; its custom metadata are a dict or None."""
-    data = await storage.read_note(_NOTE, _MAX_BYTES)
-    if data is None:
-        return None
-    try:
-        document: dict[str, Any] = json.loads(data)
-        custom = document["custom_metadata"]
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
-        raise _damaged(storage) from error
-    if custom is not None and not isinstance(custom, dict):
-        raise _damaged(storage)
-    return document
-
-
-def _damaged(storage: Storage) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{storage.location}/{_NOTE} is not root metadata: expected a JSON object with an object "
-        "custom_metadata. Remove the file to have it written anew; no step needs it"
-    )
-
-
-def _differing(found: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
-    return {
-        str(key)
-        for key in found.keys() | given.keys()
-        if key not in found or key not in given or found[key] != given[key]
-    }
+    """Return the whole document; its `custom_metadata` is a dict or None."""
+    for note in (_NOTE, _OLD_NOTE):
+        data = await storage.read("", note, _MAX_BYTES)
+        if data is None:
+            continue
+        with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
+            found = json.loads(data)
+            document: dict[str, Any] = found if note == _NOTE else {"custom_metadata": found}
+            if isinstance(document["custom_metadata"], dict | None):
+                return document
+        raise CorruptCheckpointError(
+            f"{storage.location}/{note} is not root metadata: expected a JSON object, in "
+            f"{_NOTE} with an object custom_metadata. Remove the file to have it written anew; no "
+            "step needs it"
+        )
+    return None

@@ -1,7 +1,7 @@
-"""`RootService`: what the asyncio manager and the plain one share.
+"""`RootService`: the service that the asyncio manager and the plain one share.
 
-Its coroutines run on the engine's loop. Decisions about saves are made in `saves`, what becomes of
-steps in `root`, and all reading in `reader`; here are the calls that need several of them.
+Its coroutines run on the engine's loop. `saves` decides about saves, `root` handles committed
+steps, and `reader` reads; the calls here need several of them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import logging
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, get_args
 
-from ckpt._arguments import check_step, number_of_seconds
+from ckpt._arguments import check_step, number_of_seconds, one_of
 from ckpt._commit import Commit, StepInfo
 from ckpt._engine.engine import Engine
 from ckpt._runtime.loop import EngineLoop, Job
-from ckpt._settings import Timeouts
+from ckpt._settings import IfTaken, Timeouts
 from ckpt._steps.index import MissingRoot, StepIndex
 from ckpt._steps.pins import Pin, pin, pins, unpin
 from ckpt._steps.processes import OneProcess, Processes, SeparateRoots, SharedRoot
@@ -25,18 +25,17 @@ from ckpt._steps.removal.retention import Retention
 from ckpt._steps.removal.trash import StepTrash
 from ckpt._steps.root import Root
 from ckpt._steps.root_metadata import read_root_metadata
-from ckpt._steps.saves.backlog import BacklogPolicy
 from ckpt._steps.saves.commits import OpenCommits
-from ckpt._steps.saves.partial import OpenSave, partial_request
+from ckpt._steps.saves.partial import OpenSave
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.queue import SaveQueue
+from ckpt._steps.saves.save_arguments import make_request
 from ckpt.coordination._peers import Peers
 from ckpt.errors import InvalidArgumentError
-from ckpt.policies._by_item import Preservation
-from ckpt.policies._deletion import Deletion, trash_of
-from ckpt.policies._preservation import PreserveAll
-from ckpt.policies._ranking import ranking_of
-from ckpt.policies._save_policies import SavePolicyLike
+from ckpt.keep._deletion import Deletion, trash_of
+from ckpt.keep._keep_policies import All, KeepRules
+from ckpt.keep._ranking import ranking_of
+from ckpt.save_when._save_policies import SavePolicyLike
 from ckpt.step_names import StepNames
 from ckpt.storage._base import Storage
 
@@ -52,12 +51,11 @@ class RootService:
         storage: Storage,
         engine: Engine,
         *,
-        save_policy: SavePolicyLike | None,
-        preservation: Preservation | None,
+        save_when: SavePolicyLike | None,
+        keep: KeepRules | None,
         deletion: Deletion | None,
         names: StepNames,
         metadata: Mapping[str, Any] | None,
-        backlog: BacklogPolicy,
         read_only: bool,
         missing: MissingRoot,
         must_exist: bool = False,
@@ -67,7 +65,7 @@ class RootService:
         peers: Peers | None,
         log_level: int = logging.INFO,
     ) -> None:
-        """Serve the root of `storage`, together with the other processes of the job, if any."""
+        """Serve the root of `storage`; `peers` are the other processes of the job, if any."""
         self.loop = loop
         self.preemption = preemption
         self.engine = engine
@@ -77,9 +75,7 @@ class RootService:
             processes = OneProcess(index, engine.arena.capacity)
         else:
             processes = (SeparateRoots if peers.own_disks else SharedRoot)(peers, index)
-        retention = Retention(
-            storage, index, preservation, deletion, engine.observers, engine.now_ns
-        )
+        retention = Retention(storage, index, keep, deletion, engine.observers, engine.now_ns)
         retention.log_level = log_level
         trash = None if deletion is None else trash_of(deletion)
         self.trash: StepTrash = StepTrash(storage, index, names, trash, engine.now_ns)
@@ -89,21 +85,19 @@ class RootService:
             index,
             processes,
             retention,
-            save_policy=save_policy,
+            save_policy=save_when,
             metadata=metadata,
             read_only=read_only,
             must_exist=must_exist,
             observers=engine.observers,
             log_level=log_level,
         )
-        self.saves: SaveQueue = SaveQueue(
-            loop, self.root, engine, backlog, preemption, commits, timeouts
-        )
+        self.saves: SaveQueue = SaveQueue(loop, self.root, engine, preemption, commits, timeouts)
         self.reader: StepReader = StepReader(
             storage,
             index,
             engine,
-            ranking_of(PreserveAll() if preservation is None else preservation),
+            ranking_of(All() if keep is None else keep),
             processes,
             self.saves.history.begin_from,
             may_write=not read_only,
@@ -111,17 +105,16 @@ class RootService:
 
     @property
     def storage(self) -> Storage:
-        """Where the root is."""
         return self.root.storage
 
     @property
     def tidies_alone(self) -> bool:
-        """Whether this process deletes what is not kept, without the others of a job."""
+        """True if this process deletes superfluous steps without the other processes of a job."""
         processes = self.root.processes
         return processes.owns_root and not isinstance(processes, SeparateRoots)
 
     async def tidy(self) -> None:
-        """Delete what is not kept, when something else than a save has changed the steps."""
+        """Delete superfluous steps after a change of the steps that is not a save."""
         latest = await self.root.index.latest() if self.tidies_alone else None
         if latest is not None:
             await self.root.preserve(latest.step)
@@ -132,13 +125,15 @@ class RootService:
         metrics: Mapping[str, Any] | None,
         metadata: Any,
         *,
-        overwrite: bool,
+        if_exists: IfTaken,
     ) -> OpenSave:
-        """Return a save in parts; it begins with its first call."""
+        """Return a save in parts, which begins with its first call."""
+        one_of("if_exists", if_exists, get_args(IfTaken))
         step = check_step(step)
-        request = partial_request(
-            self.root.names.name(step), step, metrics, metadata, overwrite=overwrite
-        )
+        name = self.root.names.name(step)
+        request = make_request(name, step, {}, None, metrics, metadata, if_exists=if_exists)
+        # The items come later.
+        request.items.clear()
         self.root.refuse_writing()
         if self.root.processes.count > 1:
             raise InvalidArgumentError(
@@ -149,27 +144,27 @@ class RootService:
         return OpenSave(self.saves, request)
 
     def reached_preemption(self, step: SupportsIndex) -> bool:
-        """Tell whether the run is to end at `step`; called on the caller's thread.
+        """Return True if the run is to end at `step`; called on the caller's thread.
 
-        The answer for a step stays what it was, so that a save and its caller agree.
+        The answer for a step never changes, so that a save and its caller agree.
         """
         self.preemption.open()
         return self.preemption.reached(check_step(step))
 
     async def open(self) -> None:
-        """Make the root, and remove what dead writers left in it; only the first call does."""
+        """Create the root, and remove leftovers of dead writers; further calls do nothing."""
         await self.root.open()
 
     async def should_save(self, step: int) -> bool:
-        """Return whether the save policy wants `step`, or the run ends there."""
+        """Return True if the save policy wants `step`, or if the run ends there."""
         step = check_step(step)
         root = self.root
         if root.is_read_only:
             return False
         context = self.saves.history.context(step)
-        is_final = self.saves.history.is_final(context)
 
         async def decide() -> bool:
+            is_final = context.preempted
             if not is_final and (self.saves.is_skipping or await root.refusal(step, context)):
                 return False
             return step not in self.saves.joined and not await root.has(step)
@@ -178,15 +173,15 @@ class RootService:
         return bool(await root.processes.on_primary("should_save", step, what, decide))
 
     async def reload(self) -> None:
-        """Forget what was read of the root."""
+        """Forget everything that was read from the root."""
         self.root.index.forget()
 
     async def root_metadata(self) -> dict[str, Any]:
-        """Return the metadata of the root."""
-        return await read_root_metadata(self.storage) or {}
+        """Return the metadata of the root, or if it has none yet, the configured ones."""
+        return await read_root_metadata(self.storage) or dict(self.root.metadata or {})
 
     async def pin(self, step: int, name: str) -> None:
-        """Keep a step from being deleted, until it is unpinned."""
+        """Protect a step from deletion until it is unpinned."""
         step = check_step(step)
         self.root.refuse_writing()
 
@@ -197,7 +192,7 @@ class RootService:
         await self.root.processes.on_step(f"pin-{name}", step, f"pinning step {step}", act)
 
     async def unpin(self, step: int, name: str) -> bool:
-        """Take a pin back; return whether there was one."""
+        """Remove a pin; return True if there was one."""
         self.root.refuse_writing()
         step = check_step(step)
         act = partial(unpin, self.storage, step, name)
@@ -205,17 +200,15 @@ class RootService:
         return bool(await self.root.processes.everywhere(f"unpin-{name}", step, what, act))
 
     async def pins(self) -> dict[int, tuple[Pin, ...]]:
-        """Return the pinned steps, and what pins them."""
         return dict(await pins(self.storage))
 
     async def delete(self, step: int, item: str | None) -> None:
-        """Delete a step, or one item of it."""
         step = check_step(step)
         root = self.root
         root.refuse_writing()
 
         async def act() -> None:
-            # A save of the same step that is under way would be published afterwards.
+            # A save of the same step that is under way would be published after the deletion.
             await self.saves.idle()
             if item is None:
                 await root.retention.delete(step)
@@ -227,13 +220,12 @@ class RootService:
         await root.processes.delete(f"delete-{item}", step, f"the deletion of step {step}", act)
 
     async def undelete(self, step: int) -> None:
-        """Take a step back from the trash."""
         step = check_step(step)
         self.root.refuse_writing()
         await self.root.processes.undelete(step, self.trash)
 
     async def empty_trash(self, older_than: float) -> list[int]:
-        """Remove what was deleted at least that many seconds ago; return the steps."""
+        """Remove steps that were deleted at least so many seconds ago; return their numbers."""
         self.root.refuse_writing()
         seconds = number_of_seconds("older_than", older_than, zero=True)
         act = partial(self.trash.empty, seconds)
@@ -261,11 +253,10 @@ class RootService:
 
     @property
     def saving(self) -> list[int]:
-        """The steps of saves that are under way."""
         return self.saves.saving
 
     async def wait_until_finished(self) -> None:
-        """Wait until every save has ended, and raise what failed; see `SaveQueue.finished`."""
+        """Wait until every save has ended, and raise failures; see `SaveQueue.finished`."""
         await self.saves.finished(self.idle)
 
     def take_failure(self) -> BaseException | None:
@@ -277,7 +268,7 @@ class RootService:
         self.preemption.open()
 
     def stop_listening(self) -> None:
-        """Put back what handled them before."""
+        """Put back the handlers that were there before `listen`."""
         self.preemption.close()
 
     def close(self, timeout: float | None = None, *, failed: bool = False) -> bool:
@@ -286,7 +277,7 @@ class RootService:
 
 
 def no_tier() -> InvalidArgumentError:
-    """Return the error of a prefetch for which the manager has no place."""
+    """Return the error of a prefetch in a manager without a nearer place."""
     return InvalidArgumentError(
         "prefetch(): this manager has no nearer place to copy steps to. Make it with "
         "tiers=[ckpt.tiers.Tier('/nvme/run')]; restore() reads from where the step is"
@@ -294,7 +285,7 @@ def no_tier() -> InvalidArgumentError:
 
 
 def no_memory(step: SupportsIndex) -> InvalidArgumentError:
-    """Return the error of a snapshot for which the manager has no place."""
+    """Return the error of a snapshot in a manager without a tier in memory."""
     return InvalidArgumentError(
         "snapshot(): this manager has no tier in memory. Make it with "
         "tiers=[ckpt.tiers.SharedMemory()], or use save()",

@@ -1,12 +1,11 @@
-"""`StepMetadata`: all of a step but its array bytes, from `metadata()`; needs no devices."""
+"""`StepMetadata`: everything about a step but its array bytes; the result of `metadata()`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -17,13 +16,18 @@ from ckpt._format.leaf_table import LeafForm
 from ckpt._format.manifest import ItemEntry, JsonValue, Manifest, ShardingEntry
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._tree.boxes import unboxed_names
-from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, decode_scalar
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, UNREADABLE, decode_scalar
 from ckpt._tree.shardings import ShardingTree, spread
-from ckpt._tree.table import LeafRow, html_table, sharding_text, size_text, text_table
+from ckpt._tree.table import LeafRow, format_bytes, html_table, sharding_text, text_table
 from ckpt._tree.unflatten import unflatten
-from ckpt._vitals.signs import VitalSigns, signs_of
+from ckpt._vitals.signs import LeafSigns, signs_of
+from ckpt.errors import CorruptCheckpointError, StepNotFoundError
 
 logger = logging.getLogger("ckpt")
+
+# After so many tries the list is taken as it is: a writer that deletes steps so often during the
+# listing keeps no step long enough to be looked at.
+_LIST_TRIES = 20
 
 Sharding = jax.sharding.Sharding
 
@@ -36,17 +40,17 @@ class LeafInfo:
     """An array leaf as it is stored. Can stand as a leaf of `like=`.
 
     Attributes:
-        name: Its leaf path, as messages write it.
+        name: Leaf path, as messages write it.
         kind: `jax`, `key` (a typed PRNG key), `numpy` or `numpy_scalar`.
         shape: Global shape.
-        dtype: Dtype; of a PRNG key that of its data.
+        dtype: Dtype; for a PRNG key, dtype of its data.
         chunks: Shape of one stored chunk.
         impl: Implementation of a PRNG key.
-        weak_type: Whether it was weakly typed.
+        weak_type: True if the array was weakly typed.
         same_as: Leaf path of an earlier leaf that was the same array object.
-        saved_sharding: How a jax array lay on the devices when it was saved.
-        sharding: Where it is to be restored; None leaves it where jax puts new arrays.
-        vital_signs: What its values came to when it was saved; None if that is not known.
+        saved_sharding: Sharding of a jax array when it was saved.
+        sharding: Sharding for a restore; None leaves the array where jax puts new arrays.
+        vital_signs: Vital signs of the values when they were saved; None if unknown.
         unequal_on: Processes whose devices held other values of a replicated part than most when it
             was saved, as far as they were compared.
     """
@@ -61,7 +65,7 @@ class LeafInfo:
     same_as: str | None = None
     saved_sharding: ShardingEntry | None = None
     sharding: Sharding | None = None
-    vital_signs: VitalSigns | None = None
+    vital_signs: LeafSigns | None = None
     unequal_on: tuple[int, ...] = ()
 
     @property
@@ -70,7 +74,7 @@ class LeafInfo:
         stored = self.chunks if self.kind == "key" and self.chunks else self.shape
         size = int(np.prod(self.shape, dtype=object))
         if self.kind == "key":
-            # The last axis of the data is the key's own.
+            # The last axis of the data belongs to the key itself.
             size *= stored[-1]
         return size * self.dtype.itemsize
 
@@ -94,12 +98,12 @@ class LeafInfo:
 
 @dataclass(frozen=True, slots=True)
 class ItemInfo:
-    """An item that is not a tree. As a target it means the item as it was saved.
+    """An item that is not a tree. As a target, it stands for the item as it was saved.
 
     Attributes:
         handler: Name of the handler that wrote it.
         nbytes: Bytes of its files.
-        data: What the handler keeps in the manifest, such as the class of a model.
+        data: The handler's data in the manifest, such as the class of a model.
     """
 
     handler: str
@@ -115,10 +119,13 @@ class StepMetadata:
         info: Step, time stamps, sizes, metrics and user metadata.
         items: The tree of every item by name: `LeafInfo` for arrays, the values themselves for
             Python scalars, `...` for functions; an `ItemInfo` for an item that is not a tree.
-        leaves: The same flat: by item name, its leaves by leaf path.
-        unnamed: Whether the step holds one object saved without a name.
+        leaves: The same as flat dicts: by item name, its leaves by leaf path.
+        unnamed: True if the step holds one object that was saved without a name.
         writer: Versions of the libraries that wrote it.
         unknown_classes: Classes whose nodes are a `UnknownNode` in the trees, each with the reason.
+        unreadable: Leaves and items of another library's step that cannot be read, each with the
+            reason. Keys are leaf paths, after the name of the item if items have names. In the
+            trees such a leaf is `...`, too.
 
     Example:
         ```python
@@ -135,6 +142,7 @@ class StepMetadata:
     unnamed: bool
     writer: Mapping[str, str]
     unknown_classes: Mapping[str, str] = field(default_factory=dict, repr=False)
+    unreadable: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def tree(self) -> Any:
@@ -165,7 +173,7 @@ class StepMetadata:
             places = spread(shardings, self.tree)
         if self.unknown_classes:
             logger.warning(
-                "the target has a read-only ckpt.UnknownNode for: %s",
+                "the target has a read-only ckpt.types.UnknownNode for: %s",
                 "; ".join(f"{name} ({why})" for name, why in sorted(self.unknown_classes.items())),
             )
         pairs = zip(leaves, places, strict=True)
@@ -188,8 +196,8 @@ class StepMetadata:
         info = self.info
         count = sum(len(leaves) for leaves in self.leaves.values())
         name = info.path if info.step is None else f"step {info.step}"
-        title = f"{name}: {count} {'leaf' if count == 1 else 'leaves'}, {size_text(info.nbytes)}"
-        # What other libraries wrote may not say when.
+        title = f"{name}: {count} {'leaf' if count == 1 else 'leaves'}, {format_bytes(info.nbytes)}"
+        # Steps of other libraries may not record the time.
         if info.committed.timestamp():
             title += f", committed {info.committed:%Y-%m-%d %H:%M:%S} UTC"
         for key, value in info.metrics.items():
@@ -198,7 +206,11 @@ class StepMetadata:
             title += f", without {', '.join(each.item for each in info.dropped)}"
         if info.parent is not None:
             title += f", from {info.parent.path:.200}"
-        return title if info.metadata is None else f"{title}, metadata {info.metadata!r:.200}"
+        return (
+            title
+            if info.custom_metadata is None
+            else f"{title}, metadata {info.custom_metadata!r:.200}"
+        )
 
     @property
     def _rows(self) -> list[LeafRow]:
@@ -206,10 +218,14 @@ class StepMetadata:
         for item, leaves in self.leaves.items():
             about = self.items[item]
             if isinstance(about, ItemInfo):
-                rows.append(LeafRow(item, about.handler, about.nbytes, f"{about.data!r:.60}"))
+                text = self.unreadable.get(item) or f"{about.data!r:.60}"
+                rows.append(LeafRow(item, about.handler, about.nbytes, text))
             for path, leaf in leaves.items():
                 where = path if self.unnamed else f"{item}: {path}"
-                if isinstance(leaf, LeafInfo):
+                reason = self.unreadable.get(path if self.unnamed else f"{item}/{path}")
+                if reason is not None:
+                    rows.append(LeafRow(where, "cannot be read", None, reason))
+                elif isinstance(leaf, LeafInfo):
                     place = sharding_text(leaf.saved_sharding)
                     if leaf.same_as is not None:
                         place = f"the array at {leaf.same_as:.80}"
@@ -222,7 +238,7 @@ class StepMetadata:
 
 
 def _mark(leaf: LeafInfo) -> str:
-    """Return what people must know of the values of a leaf."""
+    """Return a remark about unusual values of a leaf; empty if there are none."""
     mark = ""
     if leaf.vital_signs is not None and leaf.vital_signs.nonfinite:
         count = leaf.vital_signs.nonfinite
@@ -259,33 +275,41 @@ def describe_step(manifest: Manifest, path: str) -> StepMetadata:
     trees: dict[str, Any] = {}
     flat: dict[str, Mapping[str, Any]] = {}
     unknown_classes: dict[str, str] = {}
+    unreadable: dict[str, str] = {}
     for name, item in manifest.items.items():
         if not item.nodes and not item.leaves:
             trees[name] = ItemInfo(item.handler, item.nbytes, item.data)
-            flat[name] = MappingProxyType({})
+            flat[name] = {}
+            if item.handler in UNREADABLE:
+                unreadable[name] = str(item.data)
             continue
         check_leaves(item)
         paths = unboxed_names(item.nodes, item.leaves.names)
         forms = item.leaves.forms
+        start = "" if manifest.unnamed else f"{name}/"
+        for number, value in item.leaves.values.items():
+            if forms[item.leaves.form[number]].kind in UNREADABLE:
+                unreadable[f"{start}{paths[number]}"] = str(value)
         leaves = [
             _describe_leaf(paths, number, forms[form], item)
             for number, form in enumerate(item.leaves.form.tolist())
         ]
         trees[name], reasons = unflatten(item.nodes, leaves)
         unknown_classes |= reasons
-        flat[name] = MappingProxyType(dict(zip(paths, leaves, strict=True)))
+        flat[name] = dict(zip(paths, leaves, strict=True))
     return StepMetadata(
         info=step_info(manifest, path),
-        items=MappingProxyType(trees),
-        leaves=MappingProxyType(flat),
+        items=trees,
+        leaves=flat,
         unnamed=manifest.unnamed,
-        writer=MappingProxyType(manifest.writer),
-        unknown_classes=MappingProxyType(unknown_classes),
+        writer=dict(manifest.writer),
+        unknown_classes=unknown_classes,
+        unreadable=unreadable,
     )
 
 
 def _describe_leaf(paths: Sequence[str], number: int, form: LeafForm, item: ItemEntry) -> Any:
-    if form.kind == CALLABLE:
+    if form.kind == CALLABLE or form.kind in UNREADABLE:
         return ...
     if form.kind not in ARRAY_KINDS:
         return decode_scalar(item.leaves.bare(number))
@@ -303,3 +327,33 @@ def _describe_leaf(paths: Sequence[str], number: int, form: LeafForm, item: Item
         vital_signs=signs_of(item.leaves.signs[number]) if len(item.leaves.signs) else None,
         unequal_on=item.leaves.unequal.get(number, ()),
     )
+
+
+class ListsSteps(Protocol):
+    """A reader of the steps of a root, or of all places of a run."""
+
+    async def all_steps(self) -> list[int]:
+        """Return the committed steps, ascending."""
+
+    async def metadata(self, step: int | None) -> StepMetadata:
+        """Return the metadata of a step, the latest if it is None."""
+
+
+async def infos(reader: ListsSteps) -> list[StepInfo]:
+    """Return the information about every committed step, ascending.
+
+    If a step goes between the list and the look at it, the steps are listed again: a step that took
+    its place must not be missing. A writer that is faster than all tries keeps no step anyway.
+    """
+    for _ in range(_LIST_TRIES):
+        found, is_gone = [], False
+        for step in await reader.all_steps():
+            try:
+                found.append((await reader.metadata(step)).info)
+            except StepNotFoundError:
+                is_gone = True
+            except CorruptCheckpointError as error:
+                logger.warning("step %d is left out of the list: %s", step, error)
+        if not is_gone:
+            break
+    return found

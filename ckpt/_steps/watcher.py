@@ -18,10 +18,10 @@ from msgspec.structs import replace
 
 from ckpt._arguments import check_step, invalid, number_of_seconds, true_or_false
 from ckpt._commit import StepInfo, step_info
-from ckpt._format.history import is_rest_of
+from ckpt._format.history import is_same_save, left_behind
 from ckpt._format.manifest import Manifest
 from ckpt._runtime.threads import run_in_thread
-from ckpt._steps.index import IndexedStep, StepIndex, left_behind
+from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt._steps.opened import open_step
 from ckpt._steps.pins import PinLease, hold
 from ckpt.errors import InvalidArgumentError, NotACheckpointError, StorageError
@@ -40,7 +40,7 @@ Until = int | Callable[[], object] | None
 
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
-    """Which steps a watch gives, and when; see `ckpt.watch`.
+    """The choice and the timing of the steps that a watch gives; see `ckpt.watch`.
 
     Raises:
         InvalidArgumentError: An option is invalid.
@@ -74,7 +74,7 @@ class WatchOptions:
 
 
 def _check_until(until: Callable[[], object]) -> None:
-    """Refuse functions whose result is always true, whatever they mean."""
+    """Refuse functions whose result is always true, whatever their author intends."""
     what = None
     if isinstance(until, type):
         what = "a class"
@@ -89,11 +89,10 @@ class Watcher:
     """Finds and pins the steps for one iterator. Its coroutines run on one loop, one at a time."""
 
     def __init__(self, storage: Storage, names: StepNames, options: WatchOptions) -> None:
-        """Watch the steps of `storage` whose directories have one of `names`."""
         self._storage = storage
         self._index = StepIndex(storage, names, missing="awaited")
         self._options = options
-        # The steps given so far, as they were then.
+        # The steps given so far, as they were at that time.
         self._seen: dict[int, IndexedStep] = {}
         self._lease: PinLease | None = None
         self._given: tuple[int, IndexedStep | None] | None = None
@@ -106,7 +105,7 @@ class Watcher:
         """Renew the lease of the current step until cancelled; then release everything."""
         try:
             while True:
-                await anyio.sleep(self._storage.lease_seconds / _RENEWALS)
+                await anyio.sleep(self._storage.traits.lease_seconds / _RENEWALS)
                 await self._renew()
         finally:
             self._stopped = True
@@ -132,7 +131,7 @@ class Watcher:
         if lease is not None:
             await lease.drop()
 
-    async def take_back(self) -> None:
+    async def undo_advance(self) -> None:
         """Undo the last `advance`, whose caller was cancelled before it got the step."""
         if self._given is not None:
             step, before = self._given
@@ -151,7 +150,7 @@ class Watcher:
             info = None if self._is_over or self._stopped else await self._advance()
             if not self._stopped:
                 return info
-        # A step that was found before the watch was stopped would stay pinned.
+        # Release a step that was found before the watch was stopped: it would stay pinned.
         await self._release()
         return None
 
@@ -164,14 +163,14 @@ class Watcher:
             try:
                 info = await self._next()
                 if info is None and await self._is_enough():
-                    # A step may have been saved just before that.
+                    # A step may have been saved just before `until` came true.
                     info = await self._next()
                     if info is None:
                         return None
             except StorageError as error:
                 failures += 1
                 is_late = anyio.current_time() >= deadline
-                # It is not known whether there is a new step, so the end is an error.
+                # Raise even at the deadline: nobody knows if there is a new step.
                 if is_late or failures > _MOST_FAILURES or error.errno in _FORBIDDEN:
                     raise
                 logger.debug("%s could not be read: %s", self._storage.location, error)
@@ -186,11 +185,11 @@ class Watcher:
         until = self._options.until
         if not callable(until):
             return False
-        # In a thread, which is not waited for when cancelled: a user's function may block.
+        # Run in a thread that is abandoned when cancelled: a user's function may block.
         answer = await run_in_thread(until, abandon_on_cancel=True)
         if inspect.isawaitable(answer):
             if inspect.iscoroutine(answer):
-                # Otherwise Python warns that it was never awaited.
+                # Without this, Python warns that the coroutine was never awaited.
                 answer.close()
             raise InvalidArgumentError(
                 f"watch(until=...): the function returned an awaitable, {type(answer).__name__!r}; "
@@ -230,9 +229,9 @@ class Watcher:
         return None
 
     def _was_given(self, found: IndexedStep | Manifest) -> bool:
-        """Tell whether a step was given before, be it with items that it has lost since."""
+        """Return True if a step was given before, even if it has lost items since."""
         known = None if found.step is None else self._seen.get(found.step)
-        return known is not None and is_rest_of(found, known)
+        return known is not None and is_same_save(found, known)
 
     async def _take(self, each: IndexedStep) -> Manifest | None:
         """Pin a step; return None if it is deleted, being deleted, or was given before."""
@@ -260,7 +259,7 @@ class Watcher:
                 ) from error
             raise
         except Exception:
-            # Raised once; the next call goes on to the next step.
+            # The error is raised once; the next call goes on to the next step.
             self._seen[each.step] = each
             raise
         if held is None:

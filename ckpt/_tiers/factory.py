@@ -1,4 +1,4 @@
-"""From the `tiers` of a manager to the service of its run."""
+"""Make the service of a run from the `tiers` of its manager."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -19,22 +19,31 @@ from ckpt._steps.factory import make_peers
 from ckpt._steps.saves.commits import OpenCommits
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
-from ckpt._tiers.keeper.client import KeeperClient
-from ckpt._tiers.keeper.messages import Link, Setup, Snapshots, ToKeeper, Told, place_to_json
+from ckpt._tiers.agent.client import AgentClient
+from ckpt._tiers.agent.messages import (
+    AgentMessage,
+    AgentSetup,
+    SnapshotSettings,
+    ToAgent,
+    TransferLeg,
+    place_to_json,
+)
 from ckpt._tiers.memory import MemoryRoot, MemoryTier
+from ckpt._tiers.peer_replication import CopiedSteps, PeerReplication
 from ckpt._tiers.service import TieredService
 from ckpt._tiers.settings import SharedMemory, Tier
 from ckpt._tiers.shared_folder import SharedFolder, folder_of
-from ckpt._tiers.snapshot_peers import CopiedSteps, SnapshotPeers
 from ckpt._tiers.tier_drains import TierDrains
 from ckpt._tiers.tier_fetches import TierFetches
 from ckpt.coordination._base import Coordinator
 from ckpt.coordination._jobs import OwnDisks, has_own_disks
+from ckpt.coordination._peers import Peers
 from ckpt.errors import InvalidArgumentError
-from ckpt.policies._preservation import LatestN
+from ckpt.keep._keep_policies import KeepRules, Latest, as_keep_rules
 from ckpt.step_names import StepNames
+from ckpt.storage._base import Storage
 from ckpt.storage._local.config import Local
-from ckpt.storage._resolve import PathLike, local_path
+from ckpt.storage._resolve import PathLike, local_path, open_root
 
 logger = logging.getLogger("ckpt")
 
@@ -49,7 +58,7 @@ class Tiers(Struct, frozen=True):
 
 
 class RunParts(Struct, frozen=True):
-    """What the services of all tiers of a run have in common."""
+    """The parts that the services of all tiers of a run share."""
 
     loop: EngineLoop
     engine: Engine
@@ -62,10 +71,10 @@ class RunParts(Struct, frozen=True):
 
 
 def check_tiers(tiers: object, *, read_only: bool, job: Coordinator) -> Tiers | None:
-    """Return the tiers that a manager is to have, or None; in a job, the places of this process.
+    """Return the tiers of a manager, or None if it has none; in a job, those of this process.
 
     Raises:
-        InvalidArgumentError: These cannot be the tiers of such a manager.
+        InvalidArgumentError: Such a manager cannot have these tiers.
     """
     what = "a list of tiers, such as [ckpt.tiers.SharedMemory(), ckpt.tiers.Tier('/nvme/run')]"
     if isinstance(tiers, SharedMemory | Tier):
@@ -91,19 +100,19 @@ def check_tiers(tiers: object, *, read_only: bool, job: Coordinator) -> Tiers | 
         return None
     if read_only:
         raise InvalidArgumentError(
-            "tiers=: with read_only=True nothing is saved, and steps are read from the root. Leave "
+            "tiers=: with mode='r' nothing is saved, and steps are read from the root. Leave "
             "one of the two out"
         )
     if job.process_count > 1 and near:
-        near = [_of_process(near, job)]
+        near = [_tier_of_process(near, job)]
     return Tiers(memory[0] if memory else None, tuple(near))
 
 
-def _of_process(near: Sequence[Tier], job: Coordinator) -> Tier:
-    """Return the tier of one process of a job, which has a folder of its own in it.
+def _tier_of_process(near: Sequence[Tier], job: Coordinator) -> Tier:
+    """Return the tier of one process of a job, which is a folder in the given tier.
 
     Raises:
-        InvalidArgumentError: The processes of a job cannot have these.
+        InvalidArgumentError: The processes of a job cannot have these tiers.
     """
     count = job.process_count
     if has_own_disks(job):
@@ -130,25 +139,34 @@ def _of_process(near: Sequence[Tier], job: Coordinator) -> Tier:
     return dataclasses.replace(tier, path=dataclasses.replace(given, path=own))
 
 
-def disks_of(run: RunParts) -> Coordinator:
-    """Return the job of a run, each process of which has a place of its own for its steps."""
-    return OwnDisks(run.job, f"tier of {run.location}") if run.job.process_count > 1 else run.job
-
-
 def with_tiers(
-    tiers: Tiers, service: RootService, near: Sequence[RootService], run: RunParts
+    tiers: Tiers,
+    service: RootService,
+    serve: Callable[[Storage, KeepRules | None, Peers | None], RootService],
+    run: RunParts,
 ) -> TieredService:
     """Return the service of a run with tiers.
 
     Args:
         tiers: The tiers.
         service: The service of the root.
-        near: The services of its tiers on a storage.
-        run: What all of them share.
+        serve: Makes the service of another root from its storage, policy and processes.
+        run: The parts that all of them share.
 
     Raises:
-        InvalidArgumentError: No other process can write to one of the places, or two are the same.
+        InvalidArgumentError: The agent process cannot open one of the places, or two are the same.
     """
+    # Each process of a job has a place of its own for its steps.
+    job = run.job
+    disks = OwnDisks(job, f"tier of {run.location}") if job.process_count > 1 else job
+    near = [
+        serve(
+            open_root(tier.path, run.timeouts),
+            None if tier.keep is None else as_keep_rules(tier.keep),
+            make_peers(disks, run.timeouts, run.location, run.engine),
+        )
+        for tier in tiers.near
+    ]
     places = [place_to_json(tier.path) for tier in tiers.near] + [place_to_json(run.root)]
     locations = [each.storage.location for each in (*near, service)]
     for number, location in enumerate(locations):
@@ -160,7 +178,7 @@ def with_tiers(
     if memory_settings is not None:
         job = run.job
         if has_own_disks(job):
-            # Parts can be joined only in a root that all processes see.
+            # The parts of a snapshot can be joined only in a root that all processes see.
             memory_settings = dataclasses.replace(memory_settings, flush=False)
         at = folder_of(
             memory_settings.directory,
@@ -169,7 +187,7 @@ def with_tiers(
             job.process_count,
         )
         folder = SharedFolder(at)
-        snapshots = Snapshots(
+        snapshots = SnapshotSettings(
             str(folder.path),
             memory_settings.flush,
             memory_settings.grace_seconds,
@@ -177,14 +195,14 @@ def with_tiers(
             memory_settings.kept_seconds,
             (job.process_index, job.process_count),
         )
-    setup = Setup(
+    setup = AgentSetup(
         os.getpid(),
         places[-1],
         tuple(sorted({int(signal.SIGTERM), *map(int, run.signals)})),
         run.timeouts.exit,
         snapshots,
         tuple(
-            Link(
+            TransferLeg(
                 places[number],
                 places[number + 1],
                 tier.bytes_per_second,
@@ -196,14 +214,14 @@ def with_tiers(
     )
     parts: list[MemoryTier | TierDrains | TierFetches] = []
 
-    def told(message: Told) -> None:
+    def on_message(message: AgentMessage) -> None:
         for part in parts:
             part.heard(message)
 
-    def greeting() -> list[ToKeeper]:
+    def greeting() -> list[ToAgent]:
         return [message for part in parts for message in part.greeting()]
 
-    keeper = KeeperClient(setup, told, greeting)
+    agent = AgentClient(setup, on_message, greeting)
     memory = None
     if memory_settings is not None and folder is not None:
         place = run.job.process_index, run.job.process_count
@@ -212,24 +230,26 @@ def with_tiers(
         in_memory = _service_of_memory(at_root, run, copied, service.saves.commits)
         peers = None
         if copied is not None and memory_settings.peers is not None:
-            peers = SnapshotPeers(memory_settings.peers, run.job, in_memory, folder, copied, keeper)
+            peers = PeerReplication(
+                memory_settings.peers, run.job, in_memory, folder, copied, agent
+            )
         memory = MemoryTier(
-            memory_settings, in_memory, folder, at_root, service.storage, keeper, peers
+            memory_settings, in_memory, folder, at_root, service.storage, agent, peers
         )
         parts.append(memory)
     drains, fetches = None, None
     if near:
         pairs = list(zip(near, tiers.near, strict=True))
-        drains = TierDrains(pairs, service, keeper)
+        drains = TierDrains(pairs, service, agent)
         parts.append(drains)
         if run.job.process_count == 1:
-            fetches = TierFetches(near[0], keeper)
+            fetches = TierFetches(near[0], agent)
             parts.append(fetches)
-    return TieredService(service, near, memory, drains, fetches, keeper, run.timeouts.exit)
+    return TieredService(service, near, memory, drains, fetches, agent, run.timeouts.exit)
 
 
 def _copied_steps(memory: SharedMemory, job: Coordinator) -> CopiedSteps | None:
-    """Return what stays of snapshots that have copies on peers; None if they have none."""
+    """Return the choice of snapshots that stay because of copies on peers; None without copies."""
     if memory.peers is None:
         return None
     if job.process_count == 1:
@@ -250,8 +270,10 @@ def _copied_steps(memory: SharedMemory, job: Coordinator) -> CopiedSteps | None:
 def _service_of_memory(
     storage: MemoryRoot, run: RunParts, copied: CopiedSteps | None, commits: OpenCommits
 ) -> RootService:
-    # The same memory for staging; but what a step shares with the one before is told by root.
-    engine = replace(run.engine, last_save=None, writes_later=True)
+    # The engine uses the same memory for staging, but no base step: reuse of unchanged files is
+    # tracked for each root.
+    staging = dataclasses.replace(run.engine.staging, backlog="wait")
+    engine = replace(run.engine, staging=staging, base_step=None, writes_later=True)
     job = (
         OwnDisks(run.job, f"snapshots of {run.location}") if run.job.process_count > 1 else run.job
     )
@@ -259,18 +281,17 @@ def _service_of_memory(
         run.loop,
         storage,
         engine,
-        save_policy=None,
-        preservation=copied or LatestN(1),
+        save_when=None,
+        keep=copied or Latest(1),
         deletion=None,
         names=run.names,
         metadata=None,
-        backlog="wait",
         read_only=False,
         missing="empty",
         timeouts=run.timeouts,
         preemption=Preemption(),
         commits=commits,
         peers=make_peers(job, run.timeouts, storage.location, engine),
-        # There may be one every few seconds.
+        # Snapshots may come every few seconds.
         log_level=logging.DEBUG,
     )

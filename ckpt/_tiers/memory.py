@@ -1,4 +1,4 @@
-"""`MemoryTier`: the snapshots of a run in shared memory, and the keeper that survives the run."""
+"""`MemoryTier`: the snapshots of a run in shared memory, and its agent, which outlives the run."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from ckpt._runtime.loop import Job
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts, host_memory_bytes
 from ckpt._steps.service import RootService
-from ckpt._tiers.keeper.client import KeeperClient
-from ckpt._tiers.keeper.messages import Claimed, Flushed, Saved, ToKeeper, Told
-from ckpt._tiers.peers.held import remove_held
+from ckpt._tiers.agent.client import AgentClient
+from ckpt._tiers.agent.messages import AgentMessage, FlushResult, FolderClaimed, StepInRoot, ToAgent
+from ckpt._tiers.peer_replication import PeerReplication
 from ckpt._tiers.peers.parts import snapshots_in
+from ckpt._tiers.peers.replica_parts import remove_replicas
 from ckpt._tiers.settings import SharedMemory
 from ckpt._tiers.shared_folder import Found, SharedFolder
-from ckpt._tiers.snapshot_peers import SnapshotPeers
-from ckpt._tree.table import size_text
+from ckpt._tree.table import format_bytes
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.storage._base import Storage
 from ckpt.storage._local.storage import LocalStorage
 
 logger = logging.getLogger("ckpt")
 
-# Says which run a root is; one that is removed and made anew is another run.
+# Note with the id of the run in a root; a root that is removed and created anew is another run.
 _RUN_NOTE = ".ckpt-run/id"
 _MOST_BYTES = 256
-# Of the folder and of all that is in it: memory is read by its owner alone.
+# Mode of the folder and of everything in it: memory is read by its owner alone.
 _PRIVATE = 0o700
-# Of a file system that is nearly full, beside the snapshot.
+# Space to leave free in the file system, beside the snapshot.
 _SLACK_BYTES = 4 << 20
 
-# Of snapshots with copies on peers: the one that all hold, and the newest. If copies are slow, one
-# more that is being copied, and one that waits.
+# Numbers of snapshots with copies on peers: usually the one that all hold, and the newest; with
+# slow copies, at most one more that is being copied, and one that waits.
 _USUAL, _MOST_COPIED = 2, 4
 
 
@@ -59,20 +59,20 @@ class MemoryRoot(LocalStorage):
         Args:
             folder: The folder.
             root: The root of the run.
-            timeouts: How long leases last.
-            process: Number of this process in its job, and how many there are.
+            timeouts: Source of the duration of leases.
+            process: Number of this process in its job, and number of processes.
         """
         super().__init__(folder.steps, timeouts, mode=_PRIVATE)
         self._folder = folder
         self._run_root = root
         self._process = process
-        # What was found; None while the folder is not ours.
+        # Content of the folder when it was claimed; None before.
         self.found: Found | None = None
         # The id of the run, once it is known.
         self.run: str = ""
 
     async def prepare(self) -> None:
-        """Claim the folder, and make the root."""
+        """Claim the folder, and create the root in it."""
         if self.found is None:
             self.run = await _run_of(self._run_root)
             location = self._run_root.location
@@ -90,18 +90,18 @@ class MemoryTier:
         folder: SharedFolder,
         storage: MemoryRoot,
         root_storage: Storage,
-        keeper: KeeperClient,
-        peers: SnapshotPeers | None,
+        agent: AgentClient,
+        peers: PeerReplication | None,
     ) -> None:
         """Keep snapshots as the steps of `service`, in `folder`; do no input or output yet.
 
         Args:
-            settings: What the user wants.
-            service: The root in memory.
-            folder: Where it is.
-            storage: The same, as a storage.
+            settings: The settings of the user.
+            service: The service of the root in memory.
+            folder: The folder of this root.
+            storage: The storage of this root.
             root_storage: The root of the run.
-            keeper: The process that writes the last snapshot.
+            agent: Client of the agent, which writes the last snapshot.
             peers: The copies on other hosts, if there are to be any.
         """
         self.service = service
@@ -110,24 +110,24 @@ class MemoryTier:
         self._folder = folder
         self._storage = storage
         self._root_storage = root_storage
-        self._keeper = keeper
-        # The greatest step of the root, and how fast steps are saved.
-        self._saved = Saved(-1)
-        # Made on the engine's loop.
+        self._agent = agent
+        # The greatest step of the root, and the speed of saves.
+        self._saved = StepInRoot(-1)
+        # Set on the engine's loop.
         self._opening: anyio.Lock | None = None
         self._is_open = False
-        # Why there is no memory for snapshots; said once.
+        # Reason why there is no memory for snapshots; one warning gives it.
         self._problem: str | None = None
-        # The last thing that was said of a snapshot that was not taken.
+        # The last reason that a warning gave for a snapshot that was not taken.
         self._said = ""
-        self._flushed: Flushed | None = None
+        self._flushed: FlushResult | None = None
         if peers is not None:
-            service.saves.may_tidy = self._copied
+            service.saves.before_retention = self._copied
 
     async def open(self) -> bool:
-        """Find what an earlier process has left, and start the keeper; tell whether it is usable.
+        """Find earlier snapshots and start the agent; return True if the memory is usable.
 
-        Only the first call does. What is of another run is removed, and named.
+        Further calls do no more work. Snapshots of another run are removed, with a warning.
         """
         self._opening = self._opening or anyio.Lock()
         async with self._opening:
@@ -136,7 +136,7 @@ class MemoryTier:
                     await self._open()
                     self._is_open = True
                 except CheckpointError as error:
-                    # Of any process of the job.
+                    # The error may be that of any process of the job.
                     self._problem = error.message
                     logger.warning(
                         "%s. Training goes on without snapshots in memory", error.message
@@ -145,28 +145,29 @@ class MemoryTier:
 
     async def _open(self) -> None:
         await self.service.open()
-        # In a job, all have memory or none.
+        # In a job, all processes have memory, or none has.
         await self.service.root.processes.everywhere("memory", 0, "opening memory", _nothing)
         if self._storage.found == "another run":
             logger.warning(
                 "%s: a snapshot in memory is of an earlier run in this place, and was removed",
                 redact(self._root_storage.location),
             )
-        await run_in_thread(self._keeper.start)
-        # One that runs already was greeted before.
-        self._keeper.tell(Claimed(self._folder.claim_id))
+        await run_in_thread(self._agent.start)
+        # An agent that runs already was greeted before the folder was claimed.
+        self._agent.tell(FolderClaimed(self._folder.claim_id))
         if self._peers is None:
-            # Copies that are not renewed would be found when the run has gone back behind them.
-            await remove_held(self._folder.path, lambda part, step: True)
+            # Copies that are not renewed would still be found when the run has gone back behind
+            # them.
+            await remove_replicas(self._folder.path, lambda part, step: True)
         else:
-            # If a part could not be fetched, the next start of the job may get at it.
+            # If a part could not be fetched, the next start of the job may reach it: keep all.
             if await self._peers.open(self._storage.run, self._root_storage.location):
                 await self._tidy()
         if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            # The kernel ignores it, and then the whole container is killed.
+            # The kernel ignores SIGTERM for this process, and later kills the whole container.
             logger.warning(
                 "this is the first process of its container, for which SIGTERM does nothing: pass "
-                "preemption_signals=(signal.SIGTERM,), so that the last snapshot is written then"
+                "save_when.Preempted(), so that the last snapshot is written then"
             )
 
     def start(
@@ -180,7 +181,7 @@ class MemoryTier:
         """Start a snapshot, from any thread; see `SaveQueue.start`."""
         number = check_step(step)
         nbytes = _nbytes_of(state if items is None else dict(items))
-        self._keeper.tap_signals()
+        self._agent.tap_signals()
         return self.service.saves.start(
             number,
             state,
@@ -189,8 +190,8 @@ class MemoryTier:
             metadata,
             None,
             force=False,
-            # Not all processes of a job can replace their parts at once.
-            overwrite=self.service.root.processes.count == 1,
+            # The processes of a job cannot all replace their parts at once.
+            if_exists="replace" if self.service.root.processes.count == 1 else "error",
             refuse=self._refusing(number, nbytes),
         )
 
@@ -202,21 +203,21 @@ class MemoryTier:
                 return self._say(step, error.message)
             if not await self.open():
                 return self._problem
-            await run_in_thread(self._keeper.start)
+            await run_in_thread(self._agent.start)
             why = await self._no_room(nbytes)
             return None if why is None else self._say(step, why)
 
         return refuse
 
-    async def make_way(self, step: int) -> None:
+    async def remove_later_snapshots(self, step: int) -> None:
         """Remove snapshots of greater steps: the run has gone back, and would find those first.
 
-        In a job also one of this step, of which other processes may have lost their part.
+        In a job, remove this step, too: other processes may have lost their part of it.
         """
         root, is_alone = self.service.root, self.service.root.processes.count == 1
         if await self.open():
             if step < self._saved.step:
-                # So are steps of the root, which are no reason not to write this one.
+                # Greater steps in the root are no reason to leave this one unwritten, either.
                 self.saved_already(step - 1)
             if self._peers is not None:
                 await self._peers.forget(after=step - 1)
@@ -225,9 +226,10 @@ class MemoryTier:
                     await root.retention.delete(other)
 
     async def _tidy(self) -> None:
-        """Remove what a job that was killed has left in memory beside the snapshot to go on from.
+        """Remove leftovers of a killed job from memory, but not the snapshot to go on from.
 
-        No commit would remove what not all processes have, and with too many none is taken.
+        No commit would remove a snapshot that not all processes have, and with too many snapshots
+        no new one is taken.
         """
         root = self.service.root
         common = await self.service.reader.all_steps()
@@ -237,10 +239,10 @@ class MemoryTier:
         await root.preserve(max(common, default=0))
 
     async def _copied(self, step: int) -> bool:
-        """Have a snapshot copied to peers, and tidy the memory before and after that.
+        """Have a snapshot copied to peers, and tidy the memory before and after.
 
         Returns:
-            False: no more is to be tidied.
+            False: nothing is left to be tidied.
         """
         assert self._peers is not None
         async with self._peers.in_turn(step):
@@ -255,11 +257,11 @@ class MemoryTier:
             await self._peers.forget(step)
 
     async def _no_room(self, nbytes: int) -> str | None:
-        """Return why there is no room for a snapshot, or None."""
+        """Return the reason why there is no room for a snapshot, or None."""
         budget = self._settings.budget_bytes or host_memory_bytes() // 2
         most, beside = 2, "the one before"
         if self._peers is not None:
-            # Two are held for a peer, and this one comes to those that are there.
+            # Two snapshots are held for a peer, and this one comes on top of the present ones.
             written = self.service.saves.joined
             there = len({*await self.service.root.index.refresh(), *written})
             most, beside = max(there, 1) + 3, "the one before, and two of a peer,"
@@ -270,19 +272,19 @@ class MemoryTier:
                 )
         if most * nbytes > budget:
             return (
-                f"a snapshot of {size_text(nbytes)} beside {beside} needs "
-                f"{size_text(most * nbytes)}, and the budget is {size_text(budget)}: give a larger "
-                "SharedMemory(budget_bytes=...)"
+                f"a snapshot of {format_bytes(nbytes)} beside {beside} needs "
+                f"{format_bytes(most * nbytes)}, and the budget is {format_bytes(budget)}: give a "
+                "larger SharedMemory(budget_bytes=...)"
             )
         if await run_in_thread(self._free) < nbytes + _SLACK_BYTES:
-            # The one before may just be written, and the one before that deleted.
+            # The snapshot before may be under way, and the one before that about to be deleted.
             await self.service.saves.idle()
             free = await run_in_thread(self._free)
             if free < nbytes + _SLACK_BYTES:
                 return (
-                    f"{self._settings.directory} has {size_text(free)} left, and a snapshot needs "
-                    f"{size_text(nbytes)}: give the machine or the container more (docker run "
-                    "--shm-size=...), or another SharedMemory(directory=...)"
+                    f"{self._settings.directory} has {format_bytes(free)} left, and a snapshot "
+                    f"needs {format_bytes(nbytes)}: give the machine or the container more (docker "
+                    "run --shm-size=...), or another SharedMemory(directory=...)"
                 )
         return None
 
@@ -297,37 +299,36 @@ class MemoryTier:
         return why
 
     def saved(self, info: StepInfo) -> None:
-        """Tell the keeper of a step that is in the root."""
+        """Tell the agent about a step that is in the root."""
         if info.step is not None:
             seconds = info.statistics.written
             rate = info.nbytes / seconds if seconds else self._saved.bytes_per_second
-            self._saved = Saved(max(info.step, self._saved.step), rate)
-            self._keeper.tell(self._saved)
+            self._saved = StepInRoot(max(info.step, self._saved.step), rate)
+            self._agent.tell(self._saved)
 
     def saved_already(self, step: int | None) -> None:
-        """Tell the keeper of the greatest step that the root has, also if it was greater before."""
+        """Tell the agent the greatest step of the root, even if it was greater before."""
         self._saved = replace(self._saved, step=-1 if step is None else step)
-        self._keeper.tell(self._saved)
+        self._agent.tell(self._saved)
 
-    def greeting(self) -> list[ToKeeper]:
-        """Return what a new keeper has to know."""
+    def greeting(self) -> list[ToAgent]:
         if self._storage.found is None:
             return []
         peers = [] if self._peers is None else self._peers.greeting()
-        return [Claimed(self._folder.claim_id), self._saved, *peers]
+        return [FolderClaimed(self._folder.claim_id), self._saved, *peers]
 
     @property
     def flushes(self) -> bool:
-        """Whether the last snapshot is written when the run ends."""
+        """True if the last snapshot is written when the run ends."""
         return self._is_open and self._settings.flush
 
     @property
     def is_of_job(self) -> bool:
-        """Whether other processes have parts of the snapshots."""
+        """True if other processes have parts of the snapshots."""
         return self.service.root.processes.count > 1
 
     def leave(self) -> None:
-        """Leave the last snapshot to the keeper, which writes it together with those of others."""
+        """Leave the last snapshot to the agent, which writes it together with other agents."""
         self._is_open = False
         logger.info(
             "the last snapshot is written to %s once all processes of the job have ended",
@@ -345,12 +346,12 @@ class MemoryTier:
         return found[0].step if found and found[0].step > max(saved, self._saved.step) else None
 
     def close(self, left: int | None, *, failed: bool, ended: bool) -> None:
-        """Give the memory back, unless that is all there is of the last snapshot.
+        """Release the memory, unless it has the only copy of the last snapshot.
 
         Args:
-            left: The newest snapshot, if it is all there is of its step.
-            failed: Whether an exception ends the run.
-            ended: Whether all is written that was to be.
+            left: The newest snapshot, if it is the only copy of its step.
+            failed: True if an exception ends the run.
+            ended: True if everything was written that was to be.
         """
         if not self._is_open:
             return
@@ -369,11 +370,11 @@ class MemoryTier:
             )
         self._folder.remove()
 
-    def heard(self, message: Told) -> None:
-        """Take what the keeper says; called in a thread."""
+    def heard(self, message: AgentMessage) -> None:
+        """Handle a message of the agent; called in a thread."""
         if self._peers is not None:
             self._peers.heard(message)
-        if not isinstance(message, Flushed):
+        if not isinstance(message, FlushResult):
             return
         self._flushed = message
         where = redact(self._root_storage.location)
@@ -386,7 +387,7 @@ class MemoryTier:
                 "wrote the snapshot of step %d to %s: %s in %.2f s",
                 message.step,
                 where,
-                size_text(message.nbytes),
+                format_bytes(message.nbytes),
                 message.seconds,
             )
             if message.passed_over:
@@ -398,10 +399,10 @@ async def _nothing() -> None:
 
 
 async def _run_of(storage: Storage) -> str:
-    """Return the id of the run in a root; it is written once."""
+    """Return the id of the run in a root, which is written once."""
     await storage.prepare()
     for _ in range(2):
-        found = await storage.read_note(_RUN_NOTE, _MOST_BYTES)
+        found = await storage.read("", _RUN_NOTE, _MOST_BYTES)
         if found is not None:
             return found.decode("ascii", "replace")
         new = uuid.uuid4().hex
@@ -411,10 +412,10 @@ async def _run_of(storage: Storage) -> str:
 
 
 def _nbytes_of(state: Any) -> int:
-    """Return about how many bytes of arrays a state has."""
+    """Return the approximate bytes of all arrays of a state."""
     try:
         leaves = jax.tree.leaves(state)
     except Exception:
-        # What is wrong with it is said by the save.
+        # The save reports the error.
         return 0
     return sum(int(getattr(leaf, "nbytes", 0) or 0) for leaf in leaves)

@@ -1,28 +1,27 @@
-"""The steps of all tiers of a run, read as if they were in one root: each from the nearest one."""
+"""The steps of all tiers of a run, read like those of one root: each from the nearest tier."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 from msgspec import Struct
 
-from ckpt._arguments import check_step, one_of, true_or_false
-from ckpt._conversion.copies.place import holds_the_same
+from ckpt._arguments import check_step
+from ckpt._conversion.copies.step_location import holds_the_same
 from ckpt._engine.restore.step_files import StepCopy
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._format.manifest import Manifest
-from ckpt._plan.adapt import Adapt
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
-from ckpt._settings import ArrayMemory, VerifyMode, checks_devices
 from ckpt._steps.index import PassedOver
 from ckpt._steps.reader import Elsewhere, StepReader, check_one_step, rank
+from ckpt._steps.restores.restore_arguments import RestoreOptions
 from ckpt._steps.restores.step_choice import RunStart
 from ckpt._steps.step_metadata import StepMetadata
 from ckpt._steps.unreadable import shortened
@@ -34,26 +33,26 @@ from ckpt.errors import (
     StepNotFoundError,
     StorageError,
 )
-from ckpt.policies._context import SavedStep
-from ckpt.policies._health import Healthy, check_healthy
-from ckpt.policies._ranking import Metric, Mode
+from ckpt.keep._health import Healthy, check_healthy
+from ckpt.keep._questions import SavedStep
+from ckpt.keep._ranking import Metric, Mode
 from ckpt.storage._resolve import PathLike
 
 logger = logging.getLogger("ckpt")
 
-# Steps that come and go while they are looked for: then something else is wrong.
+# Number of steps that may go while they are looked for; with more, something else is wrong.
 _MOST_GONE = 20
 
 _Load = Callable[[StepReader, int, Elsewhere], Awaitable[tuple[int | None, Any]]]
 
 
 class TierSteps(Struct, frozen=True):
-    """A tier, as it is read.
+    """A tier for reading.
 
     Attributes:
-        location: Where it is.
+        location: Path of the tier.
         reader: Reads its steps.
-        may_fail: Whether the run goes on without it where it cannot be listed.
+        may_fail: True if the run goes on without a tier that cannot be listed.
     """
 
     location: str
@@ -66,9 +65,9 @@ class _Place(Struct, frozen=True):
 
     Attributes:
         step: The step.
-        number: The number of the tier; 0 is the nearest one.
-        lacks_files: Whether files of it are missing or too short, so that it is in no list.
-        is_behind: Whether the run went back behind it, and this is of a branch that was given up.
+        number: Number of the tier; 0 is the nearest one.
+        lacks_files: True if some of its files are missing or too short, so that no list has it.
+        is_behind: True if the run went back behind it: its branch was given up.
     """
 
     step: int
@@ -83,15 +82,15 @@ class TieredReader:
     def __init__(self, find_tiers: Callable[[], Awaitable[Sequence[TierSteps]]]) -> None:
         """Read from the tiers that `find_tiers` opens, the nearest first, the root last."""
         self._find_tiers = find_tiers
-        # What was said of tiers that cannot be listed.
+        # Tiers for which a warning has said that they cannot be listed.
         self._said: set[str] = set()
 
     async def _listed(
         self, look: Callable[[StepReader], Awaitable[Iterable[int]]], *, ranks: bool = True
     ) -> tuple[Sequence[TierSteps], list[_Place]]:
-        """Return the tiers, and where `look` finds steps: the newest first, then the nearest.
+        """Return the tiers, and the places of steps that `look` finds: newest first, then nearest.
 
-        Without `ranks` it does not matter which of the steps is the newest.
+        Without `ranks` the order of the steps does not matter.
         """
         tiers = await self._find_tiers()
         places: list[_Place] = []
@@ -106,7 +105,7 @@ class TieredReader:
                 if tier.location not in self._said:
                     self._said.add(tier.location)
                     logger.warning("the steps of a tier are left out: %s", error)
-        # What the run has left behind comes last, in case all others are gone.
+        # Steps that the run has left behind come last, in case all others are gone.
         return tiers, sorted(places, key=lambda it: (it.is_behind, -it.step, it.number))
 
     async def all_steps(self) -> list[int]:
@@ -120,7 +119,7 @@ class TieredReader:
         return places[0].step if places else None
 
     async def best_step(self, metric: Metric | None, mode: Mode | None) -> int | None:
-        """Return the step with the best metric, of all tiers."""
+        """Return the step with the best metric among all tiers."""
         found: dict[int, SavedStep] = {}
         tiers, _ = await self._listed(_no_steps, ranks=False)
         for tier in reversed(tiers):
@@ -138,11 +137,11 @@ class TieredReader:
         return replace(found, info=replace(found.info, tiers=where))
 
     async def holders(self, step: int | None) -> tuple[int, list[int]]:
-        """Return a step, or the newest one, and the places that have it as it was saved last.
+        """Return a step, or the newest one, and the places that have the last save of it.
 
         Returns:
-            The step, and how far from the end of all places those are, the nearest first: -1 is
-            the root.
+            The step, and the distance of each place from the end of all places, the nearest place
+            first: -1 is the root.
 
         Raises:
             StepNotFoundError: There is no such step.
@@ -158,17 +157,17 @@ class TieredReader:
         deep: bool,
         sample: float | None = None,
         seed: int | None = None,
-        deadline: float | None = None,
+        timeout: float | None = None,
     ) -> VerifyReport:
         """Compare a step with its manifest in all tiers that have it.
 
         Returns:
-            The report of the first tier where something is wrong, or else of the last one.
+            The report of the first tier with a problem, or else of the last tier.
         """
-        limits = deep, sample, seed, deadline
+        limits = deep, sample, seed, timeout
         tiers, places = await self._listed(_looking_for(step), ranks=False)
         if not places:
-            # One whose manifest is damaged is not listed, and the root reports that.
+            # A step with a damaged manifest is not listed; the root reports it.
             return await tiers[-1].reader.verify(step, *limits)
 
         async def look(reader: StepReader, number: int, _: object = None) -> VerifyReport:
@@ -187,7 +186,7 @@ class TieredReader:
         return report
 
     async def start_of_run(self, healthy: bool | Healthy) -> RunStart:
-        """Return whether a run begins here: no tier has a step."""
+        """Return the start of the run: from scratch if no tier has a step."""
         check_healthy(healthy)
         tiers, places = await self._listed(partial(_latest, healthy=False))
         for tier in tiers:
@@ -195,99 +194,44 @@ class TieredReader:
                 tier.reader.choice.pass_over_all(await tier.reader.choice.left_behind())
         if places:
             return RunStart(is_fresh=False)
-        # The root says what else is in it.
+        # The root looks for anything else that it may hold.
         return await tiers[-1].reader.start_of_run(healthy)
 
-    async def begin_from(
-        self,
-        source: PathLike,
-        target: Any,
-        named: bool,
-        adapt: Adapt | Mapping[str, Adapt] | None,
-    ) -> Any:
-        """Return what a checkpoint of another run holds, which this run begins from."""
+    async def begin_from(self, source: PathLike, options: RestoreOptions) -> Any:
+        """Return the restored content of another run's checkpoint, from which this run begins."""
         tiers = await self._find_tiers()
-        return await tiers[-1].reader.begin_from(source, target, named, adapt)
+        return await tiers[-1].reader.begin_from(source, options)
 
     async def resume(
-        self,
-        start: RunStart,
-        target: Any,
-        named: bool,
-        adapt: Adapt | Mapping[str, Adapt] | None,
-        fallback: bool,
-        healthy: bool | Healthy,
-        caller: CallingThread,
+        self, start: RunStart, options: RestoreOptions, caller: CallingThread
     ) -> tuple[int, Any]:
-        """Return the step after the newest one, and what that one holds."""
-        true_or_false("fallback", fallback)
-
-        async def load(
-            reader: StepReader, step: int, elsewhere: Elsewhere
-        ) -> tuple[int | None, Any]:
-            like, items = (None, target) if named else (target, None)
-            return await reader.load(
-                step, like, items, None, adapt, None, caller, elsewhere=elsewhere
-            )
-
-        wanted = check_healthy(healthy)
-        step, found = await self._newest(load, fallback, wanted, goes_back=True)
+        """Restore the newest step; return the step after it, and the restored state."""
+        load = partial(_loaded, options=options, caller=caller)
+        step, found = await self._newest(load, options, goes_back=True)
         return check_step(step) + 1, found
 
     async def restore(
-        self,
-        step: int | None,
-        like: Any,
-        items: Mapping[str, Any] | Iterable[str] | None,
-        at: str | None,
-        adapt: Adapt | Mapping[str, Adapt] | None,
-        broadcast_bytes: int | None,
-        fallback: bool,
-        healthy: bool | Healthy,
-        memory: ArrayMemory,
-        verify: VerifyMode | None,
-        caller: CallingThread,
+        self, step: int | None, options: RestoreOptions, caller: CallingThread
     ) -> Any:
         """Load a step from the nearest tier that has it; see `StepReader.restore`.
 
-        What is damaged there is read from the next ones.
+        Damaged parts are read from the farther tiers.
         """
-        true_or_false("fallback", fallback)
-        wanted = check_healthy(healthy)
-        one_of("memory", memory, get_args(ArrayMemory))
-        is_checked = checks_devices(verify)
-        items = list(items) if isinstance(items, Iterator) else items
-
-        async def load(
-            reader: StepReader, number: int, elsewhere: Elsewhere
-        ) -> tuple[int | None, Any]:
-            return await reader.load(
-                number,
-                like,
-                items,
-                at,
-                adapt,
-                broadcast_bytes,
-                caller,
-                memory,
-                is_checked,
-                elsewhere=elsewhere,
-            )
-
+        load = partial(_loaded, options=options, caller=caller)
         if step is None:
-            return (await self._newest(load, fallback, wanted))[1]
-        step = check_one_step(step, fallback, wanted)
+            return (await self._newest(load, options))[1]
+        step = check_one_step(step, options)
         tiers, places = await self._places_of(step, whole=False)
         return (await self._first_of(tiers, places, load))[1]
 
     async def _places_of(
         self, step: int | None, *, whole: bool
     ) -> tuple[Sequence[TierSteps], list[_Place]]:
-        """Return the tiers, and where a step, or the newest one, is: what was saved last first.
+        """Return the tiers, and the places of a step, or of the newest one: its last save first.
 
         Args:
             step: The step.
-            whole: Whether places are left out that lack files of it.
+            whole: True to leave out places that lack files of the step.
 
         Raises:
             StepNotFoundError: There is no such step.
@@ -301,7 +245,7 @@ class TieredReader:
                     f"there is no such step; {where} and its tiers have steps {shortened(steps)}",
                     step=step,
                 )
-            # Says what else the root has.
+            # The call raises an error that describes the other contents of the root.
             await tiers[-1].reader.metadata(step)
             raise StepNotFoundError("it was written just now; look again", step=step)
         top = [place for place in places if place.step == places[0].step]
@@ -314,9 +258,9 @@ class TieredReader:
         *,
         whole: bool = True,
     ) -> tuple[Sequence[TierSteps], list[_Place], Any]:
-        """Return what `look` finds at the first place of a step, with all places of it.
+        """Return the result of `look` at the first place of a step, with all its places.
 
-        The newest step of all may be replaced by a newer one meanwhile: then that is looked at.
+        A newer step may replace the newest one meanwhile: then `look` gets the newer one.
         """
         for turn in range(_MOST_GONE):
             tiers, places = await self._places_of(step, whole=whole)
@@ -330,24 +274,25 @@ class TieredReader:
     async def _first_of(
         self, tiers: Sequence[TierSteps], places: Sequence[_Place], load: Callable[..., Any]
     ) -> Any:
-        """Return what the nearest place gives; one that is damaged or gone is named."""
+        """Return the result of the nearest place; warn about each damaged or missing copy."""
         for place in places[:-1]:
-            elsewhere = partial(_copies, tiers, places, place)
+            elsewhere = partial(_copies_elsewhere, tiers, places, place)
             try:
                 return await load(tiers[place.number].reader, place.step, elsewhere)
             except (CorruptCheckpointError, StepNotFoundError, StorageError) as error:
                 _say_next(place, tiers, error)
         last = places[-1]
-        elsewhere = partial(_copies, tiers, places, last)
+        elsewhere = partial(_copies_elsewhere, tiers, places, last)
         return await load(tiers[last.number].reader, last.step, elsewhere)
 
     async def _newest(
-        self, load: _Load, fallback: bool, wanted: Healthy | None, *, goes_back: bool = False
+        self, load: _Load, options: RestoreOptions, *, goes_back: bool = False
     ) -> tuple[int | None, Any]:
         """Load the newest step, from the nearest tier that has it whole; see `StepReader`.
 
-        Each copy and each step that is passed over is named in a warning.
+        A warning names each copy and each step that is passed over.
         """
+        wanted = options.healthy
         look = partial(_latest, healthy=False) if wanted is None else StepReader.all_steps
         tried: set[_Place] = set()
         first: Exception | None = None
@@ -358,7 +303,7 @@ class TieredReader:
             if wanted is not None:
                 places = await self._healthy(tiers, places, wanted, goes_back=goes_back)
             left = [place for place in places if place not in tried]
-            if top is not None and not fallback:
+            if top is not None and not options.fallback:
                 left = [place for place in left if place.step == top]
             if not left and look is not StepReader.all_steps and (tried or not places):
                 # Listing every step takes long in a large root, and is seldom needed.
@@ -373,7 +318,9 @@ class TieredReader:
             place = (await _latest_first(tiers, [p for p in same if p not in tried]))[0]
             reader = tiers[place.number].reader
             try:
-                return await load(reader, place.step, partial(_copies, tiers, same, place))
+                return await load(
+                    reader, place.step, partial(_copies_elsewhere, tiers, same, place)
+                )
             except (StepDeletedError, StepNotFoundError) as error:
                 gone += 1
                 first = first or error
@@ -398,7 +345,7 @@ class TieredReader:
         *,
         goes_back: bool,
     ) -> list[_Place]:
-        """Return the places of healthy steps; newer ones are passed over, and named.
+        """Return the places of healthy steps; a warning names newer steps that are passed over.
 
         Raises:
             StepNotFoundError: There are steps, and none is healthy.
@@ -406,7 +353,7 @@ class TieredReader:
         reasons = [await tier.reader.choice.judged(wanted) for tier in tiers]
         healthy = [p for p in places if reasons[p.number].get(p.step, "gone") is None]
         if places and not healthy:
-            # The root, or the nearest tier with steps, says what is wrong with them.
+            # The root, or the nearest tier with steps, raises an error with the reasons.
             number = max(place.number for place in places)
             await tiers[number].reader.choice.step_for_all(wanted, (), goes_back=goes_back)
         newest = healthy[0].step if healthy else -1
@@ -420,10 +367,21 @@ class TieredReader:
             tier.reader.choice.say_passed(newest, passed)
             everywhere |= passed
         if goes_back:
-            # A keeper may be writing one of memory to the root just now.
+            # Tell all tiers: an agent may be writing a step of the memory to the root just now.
             for tier in tiers:
                 tier.reader.choice.pass_over_all(everywhere)
         return healthy
+
+
+async def _loaded(
+    reader: StepReader,
+    step: int,
+    elsewhere: Elsewhere,
+    *,
+    options: RestoreOptions,
+    caller: CallingThread,
+) -> tuple[int | None, Any]:
+    return await reader.load(step, options, caller, elsewhere=elsewhere)
 
 
 class _Damaged(Exception):
@@ -434,9 +392,9 @@ class _Damaged(Exception):
 
 
 async def _latest_first(tiers: Sequence[TierSteps], places: list[_Place]) -> list[_Place]:
-    """Return the places of a step: first those of what was saved last, the nearest first.
+    """Return the places of a step: first those of its last save, the nearest first.
 
-    A step may have been saved anew in one of them, with other contents.
+    One of the places may have another save of the step, with other contents.
     """
     if len(places) < 2:
         return places
@@ -448,10 +406,10 @@ async def _latest_first(tiers: Sequence[TierSteps], places: list[_Place]) -> lis
 async def _saved_last(
     tiers: Sequence[TierSteps], places: Sequence[_Place]
 ) -> Mapping[_Place, bool]:
-    """Return whether the places of a step have it as it was saved last, where that is known."""
+    """Return, for the places that can be read, True if they have the last save of the step."""
     found: dict[_Place, Manifest] = {}
     for place in places:
-        # What is wrong with it is said when it is read.
+        # An error is raised when the step is read.
         with contextlib.suppress(CheckpointError):
             found[place] = await tiers[place.number].reader.manifest(place.step)
     if not found:
@@ -464,7 +422,7 @@ async def _saved_last(
 
 
 def _with_damaged(tiers: Sequence[TierSteps], places: Sequence[_Place]) -> list[_Place]:
-    """Return the places of a step with those that lack some of its files, the nearest first."""
+    """Return the places of a step, and those that lack some of its files, the nearest first."""
     step, known = places[0].step, {place.number for place in places}
     damaged = [
         _Place(step, number, lacks_files=True)
@@ -474,7 +432,7 @@ def _with_damaged(tiers: Sequence[TierSteps], places: Sequence[_Place]) -> list[
     return sorted([*places, *damaged], key=lambda place: place.number)
 
 
-async def _copies(
+async def _copies_elsewhere(
     tiers: Sequence[TierSteps], places: Sequence[_Place], own: _Place, manifest: Manifest
 ) -> list[StepCopy]:
     """Return the copies of a step in other places than its own, the nearest first."""
@@ -482,7 +440,7 @@ async def _copies(
     for place in sorted(places, key=lambda place: place.number):
         if place == own:
             continue
-        # One that cannot be read either is no help.
+        # Leave out a copy that cannot be read.
         with contextlib.suppress(CheckpointError):
             copy = await tiers[place.number].reader.copy(place.step)
             if copy is not None and await run_in_thread(holds_the_same, manifest, copy.manifest):
@@ -491,7 +449,7 @@ async def _copies(
 
 
 def _looking_for(step: int | None) -> Callable[[StepReader], Awaitable[Iterable[int]]]:
-    return StepReader.all_steps if step is None else partial(_one, step=check_step(step))
+    return StepReader.all_steps if step is None else partial(_step_if_there, step=check_step(step))
 
 
 async def _latest(reader: StepReader, *, healthy: bool | Healthy) -> list[int]:
@@ -499,7 +457,7 @@ async def _latest(reader: StepReader, *, healthy: bool | Healthy) -> list[int]:
     return [] if step is None else [step]
 
 
-async def _one(reader: StepReader, *, step: int) -> list[int]:
+async def _step_if_there(reader: StepReader, *, step: int) -> list[int]:
     return [step] if step in await reader.all_steps() else []
 
 

@@ -1,7 +1,7 @@
 """`TieredService`: the service of a run whose steps are in several places.
 
-It offers what `RootService` does. Saves go to the nearest place on a storage, snapshots to memory,
-and what is read comes from the nearest place that has it.
+It offers the same as `RootService`. Saves go to the nearest place on a storage, snapshots to
+memory, and reads take a step from the nearest place that has it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from ckpt._engine.engine import Engine
 from ckpt._format.history import Parent, ReplacedSave
 from ckpt._redaction import redact
 from ckpt._runtime.loop import EngineLoop, Job, call_once
+from ckpt._settings import IfTaken
 from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import Pin
 from ckpt._steps.removal.trash import StepTrash
+from ckpt._steps.restores.restored_state import RestoredState
 from ckpt._steps.root import Root
 from ckpt._steps.saves.partial import OpenSave
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.queue import SaveQueue
 from ckpt._steps.service import RootService, no_memory, no_tier
 from ckpt._steps.unreadable import shortened
-from ckpt._tiers.keeper.client import KeeperClient
+from ckpt._tiers.agent.client import AgentClient
 from ckpt._tiers.memory import MemoryTier
 from ckpt._tiers.reader import TieredReader, TierSteps
 from ckpt._tiers.tier_drains import TierDrains
@@ -41,7 +43,7 @@ from ckpt.storage._base import Storage
 
 logger = logging.getLogger("ckpt")
 
-# Beside the time that saves have at the end, for the keeper to say so.
+# Time for the agent to report its end, beside the time that saves have at the end.
 _LAST_WORDS_SECONDS = 15.0
 
 
@@ -59,10 +61,10 @@ class TieredService:
         memory: MemoryTier | None,
         drains: TierDrains | None,
         fetches: TierFetches | None,
-        keeper: KeeperClient,
+        agent: AgentClient,
         exit_seconds: float,
     ) -> None:
-        """Serve a root, and the places that are nearer.
+        """Serve a root, and the nearer places.
 
         Args:
             root: The last and safest place, which other programs see.
@@ -70,39 +72,39 @@ class TieredService:
             memory: Snapshots in memory.
             drains: Copies steps from place to place.
             fetches: Copies steps back to the nearest place on a storage.
-            keeper: Does so.
-            exit_seconds: How long it may take in the end.
+            agent: Client of the agent that makes these copies.
+            exit_seconds: Time for this at the end.
         """
         self._root = root
         self._memory = memory
         self._drains = drains
         self._fetches = fetches
-        self._keeper = keeper
+        self._agent = agent
         self._exit_seconds = exit_seconds
         self._saver = near[0] if near else root
         self._services = [*near, root]
         self.reader: TieredReader = TieredReader(self._tiers)
         self._is_open = False
-        # Places of which it was said that they could not be listed.
+        # Places that a warning has named because they could not be listed.
         self._said_untidy: list[RootService] = []
         # The greatest step that was saved.
         self._latest = -1
-        # Made on the engine's loop.
+        # Set on the engine's loop.
         self._opening: anyio.Lock | None = None
         self._saver.saves.on_committed = self._committed
         if drains is not None:
-            self._saver.saves.is_drained = True
-            self._saver.saves.may_tidy = self._send_on
+            self._saver.saves.has_next_tier = True
+            self._saver.saves.before_retention = self._send_on
             self._saver.root.replaced = self._replaced
         else:
-            # A step is there before its save knows that, and the root may be tidied just then.
-            root.root.retention.spared = lambda: root.saves.joined
+            # A step is there before its save knows it, and the root may be tidied just then.
+            root.root.retention.protected_steps = lambda: root.saves.joined
         if memory is not None:
-            memory.service.saves.prepare = self._make_way
+            memory.service.saves.prepare = self._remove_later_steps
         for each in self._all:
             each.reader.begins_from = self._begin_from
             if root.root.processes.count == 1:
-                # In a job, not all processes see the same of all places.
+                # In a job, the processes may see different steps in the places.
                 each.root.index.others = [it.root.index for it in self._all if it is not each]
 
     @property
@@ -116,17 +118,16 @@ class TieredService:
 
     @property
     def loop(self) -> EngineLoop:
-        """The engine's loop."""
         return self._root.loop
 
     @property
     def engine(self) -> Engine:
-        """What all saves and restores share."""
+        """The engine that all saves and restores share."""
         return self._saver.engine
 
     @property
     def storage(self) -> Storage:
-        """Where the root is."""
+        """Storage of the root."""
         return self._root.storage
 
     @property
@@ -136,22 +137,21 @@ class TieredService:
 
     @property
     def saves(self) -> SaveQueue:
-        """The saves."""
         return self._saver.saves
 
     @property
     def trash(self) -> StepTrash:
-        """The trash of the root."""
         return self._root.trash
 
     @property
     def preemption(self) -> Preemption:
-        """The notice that the run is to end."""
         return self._saver.preemption
 
-    def _begin_from(self, parent: Parent | None, restored: int | None) -> None:
+    def _begin_from(
+        self, parent: Parent | None, restored: int | None, state: RestoredState | None
+    ) -> None:
         for each in self._all:
-            each.saves.history.begin_from(parent, restored)
+            each.saves.history.begin_from(parent, restored, state)
 
     def _committed(self, info: StepInfo, commit: Commit) -> None:
         self._latest = max(self._latest, -1 if info.step is None else info.step)
@@ -160,23 +160,23 @@ class TieredService:
         elif self._memory is not None:
             self._memory.saved(info)
 
-    async def _make_way(self, step: int) -> None:
-        # In a job, all processes open the memory together.
+    async def _remove_later_steps(self, step: int) -> None:
+        # All processes of a job open the memory together.
         await self.open()
         if step < self._latest:
-            # The run goes back.
+            # The run has gone back.
             self._latest = step - 1
         if self._memory is not None:
-            await self._memory.make_way(step)
+            await self._memory.remove_later_snapshots(step)
 
-    async def _replaced(self, step: int, overwrite: bool) -> list[ReplacedSave]:
-        """Return the saves of a step, at any place, that make way for the one that begins."""
+    async def _replaced(self, step: int, replaces_any: bool) -> list[ReplacedSave]:
+        """Return the saves of a step, at any place, that give way to the one that begins."""
         found: dict[tuple[int, int], ReplacedSave] = {}
         bad = {each.passed_over[step] for each in self._indices if step in each.passed_over}
-        if not overwrite and not bad:
+        if not replaces_any and not bad:
             return []
         for index in self._indices:
-            # A place that is away says, when it is back, that another step is there.
+            # A place that is away will report, when it is back, that another step is there.
             with contextlib.suppress(StorageError):
                 for step_dir in await index.step_dirs_of(step):
                     there = await index.look(step_dir)
@@ -184,13 +184,13 @@ class TieredService:
                         continue
                     states = (it.state for it in bad if it.attempt == there.attempt)
                     state: Literal["", "damaged", "unhealthy", "abandoned"] = next(states, "")
-                    if overwrite or state:
+                    if replaces_any or state:
                         times = there.created_ns, there.committed_ns
                         found.setdefault(times, ReplacedSave(*times, state=state))
         return list(found.values())
 
     async def _send_on(self, step: int) -> bool:
-        """Have a step copied on before its tier is tidied."""
+        """Let a step be copied on before its tier is tidied."""
         assert self._drains is not None
         try:
             await self.open()
@@ -201,6 +201,11 @@ class TieredService:
             )
             self._drains.undecided(step, error)
             return False
+        for each in self._services[1:]:
+            # This comes after the commit, which does not wait for a place that is away: that place
+            # gets its notes with a later step.
+            with contextlib.suppress(StorageError):
+                await each.root.begin()
         return True
 
     async def _tiers(self) -> Sequence[TierSteps]:
@@ -215,7 +220,7 @@ class TieredService:
         ]
 
     async def open(self) -> None:
-        """Open all places; only the first call does."""
+        """Open all places; further calls do nothing."""
         self._opening = self._opening or anyio.Lock()
         async with self._opening:
             if not self._is_open:
@@ -229,11 +234,11 @@ class TieredService:
             self._memory.saved_already(await self._root.reader.latest_step())
         if self._drains is not None:
             await self._drains.open()
-            # Steps that arrived when the run before had ended.
+            # Tidy for steps that arrived after the end of the run before.
             await self._tidy(self._services)
 
     async def _tidy(self, places: Sequence[RootService]) -> None:
-        """Delete what is not kept at some places, once steps have come there, or gone on."""
+        """Delete superfluous steps at some places, after steps have arrived or gone on."""
         for each in places:
             try:
                 await each.tidy()
@@ -244,7 +249,7 @@ class TieredService:
                     logger.warning("%s: what is not kept there stays for now: %s", where, error)
 
     async def _tidy_in_time(self, places: Sequence[RootService]) -> None:
-        """Do the same at the end of a run, for which nobody waits for ever."""
+        """Do the same at the end of a run, within the time limit."""
         with anyio.move_on_after(self._exit_seconds):
             await self._tidy(places)
 
@@ -262,7 +267,7 @@ class TieredService:
         return self._memory.start(step, state, items, metrics, metadata)
 
     async def prefetch(self, step: int | None) -> StepInfo:
-        """Have a step at the nearest place on a storage; see the managers."""
+        """Bring a step to the nearest place on a storage; see the managers."""
         if self._fetches is None:
             count = self._root.root.processes.count
             if count > 1 and len(self._services) > 1:
@@ -291,11 +296,10 @@ class TieredService:
 
     @property
     def saving(self) -> list[int]:
-        """The steps of saves and snapshots that are under way."""
         return [step for each in self._all for step in each.saving]
 
     async def wait_until_finished(self) -> None:
-        """Wait until every save has ended, and raise what failed; see `SaveQueue.finished`."""
+        """Wait until every save has ended, and raise failures; see `SaveQueue.finished`."""
         await self.saves.finished(self.idle)
 
     def take_failure(self) -> BaseException | None:
@@ -305,12 +309,12 @@ class TieredService:
     def listen(self) -> None:
         """Handle signals from now on, if this is the main thread."""
         self._saver.listen()
-        self._keeper.tap_signals()
+        self._agent.tap_signals()
 
     def stop_listening(self) -> None:
-        """Put back what handled signals before."""
+        """Put back the signal handlers that were there before `listen`."""
         self._saver.stop_listening()
-        self._keeper.untap_signals()
+        self._agent.untap_signals()
 
     def start_partial(
         self,
@@ -318,47 +322,46 @@ class TieredService:
         metrics: Mapping[str, Any] | None,
         metadata: Any,
         *,
-        overwrite: bool,
+        if_exists: IfTaken,
     ) -> OpenSave:
         """Return a save in parts; see `RootService.start_partial`."""
-        return self._saver.start_partial(step, metrics, metadata, overwrite=overwrite)
+        return self._saver.start_partial(step, metrics, metadata, if_exists=if_exists)
 
     def reached_preemption(self, step: SupportsIndex) -> bool:
-        """Tell whether the run is to end at `step`; called on the caller's thread."""
+        """Return True if the run is to end at `step`; called on the caller's thread."""
         return self._saver.reached_preemption(step)
 
     async def should_save(self, step: int) -> bool:
-        """Return whether the save policy wants `step`, or the run ends there."""
+        """Return True if the save policy wants `step`, or if the run ends there."""
         return await self._saver.should_save(step)
 
     async def reload(self) -> None:
-        """Forget what was read."""
+        """Forget everything that was read."""
         for each in self._all:
             await each.reload()
 
     async def root_metadata(self) -> dict[str, Any]:
-        """Return the metadata of the root."""
         return await self._root.root_metadata()
 
     async def pin(self, step: int, name: str) -> None:
-        """Keep a step from being deleted, in every place on a storage that has it."""
+        """Protect a step from deletion in every place on a storage that has it."""
         holders = await self._holders(step)
         for each in holders or [self._root]:
             await each.pin(step, name)
 
     async def unpin(self, step: int, name: str) -> bool:
-        """Take a pin back wherever it is; return whether there was one."""
+        """Remove a pin from every place; return True if there was one."""
         return any([await each.unpin(step, name) for each in self._services])
 
     async def pins(self) -> dict[int, tuple[Pin, ...]]:
-        """Return the pinned steps, and what pins them in the first place that has them."""
+        """Return the pinned steps, with the pins at the first place that has any for the step."""
         found: dict[int, tuple[Pin, ...]] = {}
         for each in reversed(self._services):
             found |= await each.pins()
         return dict(sorted(found.items()))
 
     async def delete(self, step: int, item: str | None) -> None:
-        """Delete a step, or one item of it, wherever it is."""
+        """Delete a step, or one item of it, from all places."""
         memory = self._memory
         holders = await self._holders(step)
         has_memory = memory is not None and await memory.open()
@@ -368,44 +371,42 @@ class TieredService:
             await each.delete(step, item)
         if memory is not None and has_memory:
             await memory.deleted(step)
-            # If that was the newest one, snapshots of smaller steps are to be written again.
+            # If this step was the newest, snapshots of smaller steps must be written again.
             memory.saved_already(await self._root.reader.latest_step())
 
     async def _holders(self, step: int) -> list[RootService]:
-        """Return the places on a storage that have a step."""
         number = check_step(step)
         return [each for each in self._services if number in await each.reader.all_steps()]
 
     async def undelete(self, step: int) -> None:
-        """Take a step back from the trash."""
         await self._root.undelete(step)
 
     async def empty_trash(self, older_than: float) -> list[int]:
-        """Remove what was deleted at least that many seconds ago; return the steps."""
+        """Remove steps that were deleted at least so many seconds ago; return their numbers."""
         return await self._root.empty_trash(older_than)
 
     def close(self, timeout: float | None = None, *, failed: bool = False) -> bool:
-        """Wait for saves and snapshots, copy on what waits for that, and give the memory back.
+        """Wait for saves and snapshots, copy on the steps that wait, and release the memory.
 
         Args:
-            timeout: Seconds to wait at most for saves; None waits for as long as it takes.
-            failed: Whether an exception ends the run: then the last snapshot is written to the
-                root first, unless a newer step is there; else unless a newer one was saved.
+            timeout: Seconds to wait at most for saves; None waits without limit.
+            failed: True if an exception ends the run: the last snapshot is then written to the root
+                first, unless a newer step is there; otherwise, unless a newer one was saved.
         """
         done = self._saver.close(timeout)
         if self.loop.is_forked:
-            # The keeper and the memory of a fork are those of its parent.
+            # In a forked child, the agent and the memory belong to the parent.
             return done
         memory, ended = self._memory, False
         newest = None if memory is None else memory.left(self._latest)
         flush = memory is not None and memory.flushes and (failed or newest is not None)
         if failed and flush and memory is not None and memory.is_of_job:
-            # The others may not know yet that this process has failed.
+            # The other processes may not know yet that this one has failed.
             memory.leave()
-            self._keeper.leave()
-        elif self._keeper.is_started:
+            self._agent.leave()
+        elif self._agent.is_started:
             seconds = self._exit_seconds + _LAST_WORDS_SECONDS
-            ended = self._keeper.close(flush=flush, timeout=seconds)
+            ended = self._agent.close(flush=flush, timeout=seconds)
             if memory is not None:
                 memory.close(newest, failed=failed, ended=ended)
         left = [] if self._drains is None else self._drains.given_up()
@@ -418,7 +419,7 @@ class TieredService:
                 redact(self._saver.storage.location),
             )
         if done and ended and (flush or (self._drains is not None and self._drains.is_untidy)):
-            # The loop of the run has ended. A root that some steps did not get to may be away.
+            # The loop of the run has ended. A root that some steps did not reach may be away.
             with contextlib.suppress(CheckpointError):
                 call_once(
                     partial(self._tidy_in_time, self._services[:-1] if left else self._services)

@@ -1,4 +1,4 @@
-"""The tiers of a run as users name them."""
+"""The tiers of a run, as users describe them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import re
 from dataclasses import dataclass
 
 from ckpt._arguments import invalid, number_of_seconds, true_or_false, whole_number
-from ckpt.policies._preservation import PreservationPolicyLike, check_preservation
-from ckpt.policies._save_policies import SavePolicyLike, check_save_policy
+from ckpt.keep._keep_policies import KeepPolicyLike, as_keep_rules
+from ckpt.save_when._save_policies import SavePolicyLike, check_save_policy
 from ckpt.storage._local.config import Local
 from ckpt.storage._object.config import GCS, S3
 
-# As `storage._resolve` has it, which needs TensorStore.
+# As in `storage._resolve`, which needs TensorStore.
 PathLike = str | os.PathLike[str] | Local | S3 | GCS
 
-# Where no other machine can reach this one.
+# No other machine can reach this address.
 LOOPBACK = "127.0.0.1"
 _LARGEST_PORT = 65535
-# Of one process of a job in the directory of a tier; how many there are is the group.
+# Folder of one process of a job in the directory of a tier; the group is the number of processes.
 PART_FOLDER = re.compile(r"process_[0-9]+-of-([0-9]+)")
-# A longer notice than any system gives.
+# Longer than the notice that any system gives.
 _LONGEST_GRACE_SECONDS = 86400.0
 _LONGEST_KEPT_SECONDS = 7 * 86400.0
 _FASTEST = 1e15
@@ -30,21 +30,21 @@ _FASTEST = 1e15
 class PeerCopies:
     """Copies of snapshots on the hosts of other processes of a job.
 
-    In a job of n processes the part of a snapshot that process i has saved is copied to the host of
-    process i + `distance` (mod n), into shared memory. If a host is lost, the job that is started
-    again fetches its part from there, and reads no arrays from the root.
+    In a job of n processes, the part of a snapshot that process i has saved is copied to the host
+    of process i + `distance` (mod n), into shared memory. If a host is lost, a restarted job
+    fetches that part from the copy, and reads no arrays from the root.
 
-    The keepers of the processes read from each other over TCP. They prove to each other that they
-    know a key, which the job shares through its coordinator, and compare what they have read with
-    its digests. Nothing is encrypted: use a network that belongs to the job.
+    The agents of the processes read from each other over TCP. They prove to each other that they
+    know a key, which the job shares through its coordinator, and compare received parts with their
+    digests. Nothing is encrypted: use a network that belongs to the job.
 
     Attributes:
-        address: The address of this host to listen at, in the network of the job; each process
-            gives its own. No other address is listened at. The default can be reached only from the
-            same machine.
-        port: The port to listen at; 0 takes any that is free.
-        distance: How far the process that holds a copy is away. None takes the least at which as
-            many processes as possible have theirs on another machine.
+        address: Address of this host in the network of the job; each process gives its own. The
+            agent listens at no other address. The default can be reached only from the same
+            machine.
+        port: The port to listen at; 0 takes any free port.
+        distance: Distance to the process that holds a copy. None takes the least distance at which
+            as many processes as possible have their copies on another machine.
 
     Raises:
         InvalidArgumentError: An argument is invalid.
@@ -81,25 +81,25 @@ class PeerCopies:
 class SharedMemory:
     """Snapshots in the memory of the host, which outlive the process.
 
-    `CheckpointManager.snapshot` puts the state there. A process that is started again on the same
-    host finds the last whole snapshot and goes on from it. If the process dies, a small helper
-    process, the keeper, writes that snapshot to the root, as an ordinary step.
+    `CheckpointManager.snapshot` puts the state there. A process that is restarted on the same host
+    finds the last whole snapshot and goes on from it. If the process dies, a small helper process,
+    the agent, writes that snapshot to the root, as an ordinary step.
 
     Attributes:
-        budget_bytes: The most memory, in bytes, that snapshots may take. While one is taken, the
-            one before is kept, so that takes twice the size of the state, and with `peers` four
+        budget_bytes: The most memory, in bytes, that snapshots may take. A new snapshot is taken
+            while the one before is kept, which needs twice the size of the state; with `peers` four
             times, or up to six while copies are slow. None is half of the memory of the machine.
-        flush: Whether the last snapshot is written to the root when the process dies, when it gets
-            SIGTERM or one of the manager's `preemption_signals`, and when the manager is closed,
-            also by an exception. Steps of the root that are newer make that unnecessary. In a job
-            that is done once it has come to all processes, by the keepers of all together.
-        grace_seconds: How long this host lives on after such a signal. If that is too short for
-            all items, by the speed of earlier saves, those of `first` are written first; not in
-            jobs of several processes.
+        flush: True to write the last snapshot to the root when the process dies, when it gets
+            SIGTERM or a signal of `save_when.Preempted`, and when the manager is closed,
+            also by an exception. Newer steps in the root make this unnecessary. In a job, the
+            agents of all processes write it together, once such an end has come to each of them.
+        grace_seconds: Time for which this host lives on after such a signal. If it is too short for
+            all items, judged by the speed of earlier saves, the items of `first` are written first;
+            not in jobs of several processes.
         first: Names of items, in the order in which they matter when time is short.
-        kept_seconds: How long a snapshot waits, after its process has died, for one that is started
-            again. Then its memory is given back.
-        directory: A folder in a file system in memory, where the snapshots lie.
+        kept_seconds: Time for which a snapshot waits for a restarted process after its process has
+            died. Then its memory is released.
+        directory: A folder in a file system in memory, for the snapshots.
         peers: In jobs of several processes, copies on other hosts; None for none.
 
     Raises:
@@ -148,29 +148,30 @@ class SharedMemory:
 class Tier:
     """A place for steps that is nearer than the root, such as a local disk.
 
-    Saves are committed at the nearest tier. From there the keeper copies them on, to the next tier
+    Saves are committed at the nearest tier. From there the agent copies them on, to the next tier
     or to the root, while training continues: compared with their digests, and visible there only
-    when they are whole. In a job of several processes each saves its part to a folder of its own,
-    `process_I-of-N`, and their keepers make one step of the root of all parts.
+    once they are whole. In a job of several processes, each saves its part to a folder of its own,
+    `process_I-of-N`, and their agents make one step of the root from all parts.
 
     Attributes:
-        path: A directory, a URL, or a store of `ckpt.storage`, as the root of a manager. In a job
-            it is a directory.
-        preservation: Which steps stay here: a policy of `ckpt.policies`. Steps that still wait to
-            be copied on stay, too. None keeps all.
-        drain: Which steps are copied on: a save policy of `ckpt.policies`, such as
-            `FixedInterval(1000)`, or a function of step, previous steps and `SaveContext`. None
+        path: A directory, a URL, or a store of `ckpt.storage`, as for the root of a manager. In a
+            job it is a directory.
+        keep: The steps that stay here, as for a manager. Steps that still wait to be copied on
+            stay, too. None keeps all.
+        drain: The steps that are copied on: a policy of `ckpt.save_when`, such as
+            `EverySteps(1000)`, or a function of step, previous steps and `SaveContext`. None
             copies all. The newest step is copied in any case when the run ends, however it ends.
-        bytes_per_second: How fast steps are copied on at most; None does not limit that.
-        most_waiting: How many steps may wait for the next place, when that is slow or cannot be
-            reached. Of more, the oldest one is given up, with an error in the log.
+        bytes_per_second: The most bytes per second with which steps are copied on; None for no
+            limit.
+        most_waiting: The most steps that may wait for the next place while it is slow or cannot be
+            reached. If more wait, the oldest one is given up, with an error in the log.
 
     Raises:
         InvalidArgumentError: An argument is invalid.
 
     Example:
         ```python
-        disk = ckpt.tiers.Tier("nvme/run", preservation=ckpt.policies.LatestN(2))
+        disk = ckpt.tiers.Tier("nvme/run", keep=ckpt.keep.Latest(2))
         async with ckpt.CheckpointManager("runs/a", tiers=[disk]) as mgr:
             commit = await mgr.save(step, state)
             await commit  # on the disk
@@ -179,14 +180,14 @@ class Tier:
     """
 
     path: PathLike
-    preservation: PreservationPolicyLike | None = None
+    keep: KeepPolicyLike | int | None = None
     drain: SavePolicyLike | None = None
     bytes_per_second: float | None = None
     most_waiting: int = 16
 
     def __post_init__(self) -> None:
-        if self.preservation is not None:
-            check_preservation(self.preservation)
+        if self.keep is not None:
+            as_keep_rules(self.keep)
         if self.drain is not None:
             check_save_policy(self.drain)
         rate: object = self.bytes_per_second

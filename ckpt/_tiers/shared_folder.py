@@ -1,17 +1,18 @@
-"""The folder in shared memory in which the snapshots of one run lie, and who owns it.
+"""The folder in shared memory for the snapshots of one run, and its owner.
 
     /dev/shm/ckpt-UID/           0700, ours
         KEY/                     0700; KEY is a digest of the root and of the process of the job
-            owner                locked by the process that takes snapshots; says which run it is,
-                                 and which process of the job
-            owner.new            what the next owner writes, before it is renamed to `owner`
+            owner                locked by the process that takes snapshots; names its run, and its
+                                 process of the job
+            owner.new            written by the next owner, before it is renamed to `owner`
             steps/               the root of the snapshots
-            held/                what other processes have saved; see `peers.parts`
-            flushing-PID/        hard links to a snapshot that a keeper writes to the root
+            held/                parts that other processes have saved; see `peers.parts`
+            flushing-PID/        hard links to a snapshot that an agent writes to the root
 
-A lock of the system goes when its process dies, however it dies. A process that was forked does not
-keep it. What is in the folder is used only if it is of the same run: a root that was removed and
-made anew is another run. So what says which run it is must be whole, whenever a process is killed.
+The operating system releases a lock when its process dies, however it dies. A forked process does
+not keep it. The content of the folder is used only if it belongs to the same run: a root that was
+removed and created anew is another run. So the note of the owner must be whole at any moment at
+which a process may be killed.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt._format.digests import digest
-from ckpt._tiers.peers.parts import HELD, STEPS
+from ckpt._tiers.peers.parts import REPLICAS, STEPS
 from ckpt.errors import StorageError
 
 FLUSHING = "flushing-"
 _OWNER, _NEW_OWNER = "owner", "owner.new"
 _PRIVATE = 0o700
-# Of the note of the owner; even where each character takes six bytes, the name fits.
+# Limit of the owner's note; the name fits even if each character takes six bytes.
 _MOST_BYTES, _MOST_SHOWN = 4096, 500
-# What another process may be doing at the same moment: it has the lock, or removes the folder.
+# Errors while another process, at the same moment, has the lock or removes the folder.
 _PASSING = (errno.EWOULDBLOCK, errno.ENOENT)
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 1.0, 0.02
 
-# What was in the folder: nothing, snapshots of this run, or of another one, which are removed.
+# Content of the folder: nothing, snapshots of this run, or of another run, which are removed.
 Found = Literal["nothing", "same run", "another run"]
 
 
@@ -57,10 +58,10 @@ class SharedFolder:
     """The folder, while this process owns it. Its methods block."""
 
     def __init__(self, path: Path) -> None:
-        """Own nothing yet."""
+        """Make it without owning the folder yet."""
         self.path = path
         self._fd: int | None = None
-        # What its note says.
+        # Content of the owner's note.
         self.note: dict[str, object] = {}
 
     @property
@@ -70,25 +71,26 @@ class SharedFolder:
 
     @property
     def claim_id(self) -> str:
-        """What tells this claim of the folder from others."""
+        """Unique id of this claim on the folder."""
         return str(self.note.get("claim", ""))
 
     def claim(self, run: str, location: str, process: int = 0, count: int = 1) -> Found:
-        """Own the folder; what is in it stays only if it is of the run called `run`.
+        """Own the folder; its content stays only if it belongs to the run `run`.
 
         Args:
             run: The id of the run.
-            location: Its root.
+            location: The root of the run.
             process: Number of this process in its job.
-            count: How many there are.
+            count: Number of processes in the job.
 
         Raises:
-            StorageError: Another process owns it, or there is no folder of ours; says why.
+            StorageError: Another process owns it, or there is no folder of ours; the error says
+                which.
         """
         note = {
             "run": run,
             "pid": os.getpid(),
-            # Of a place with a long name, what people need to know it.
+            # The end of a long name, which tells people more than its beginning.
             "root": location[-_MOST_SHOWN:],
             "process": process,
             "count": count,
@@ -99,7 +101,8 @@ class SharedFolder:
             try:
                 return self._claim(note)
             except OSError as error:
-                # A keeper looks for a moment whether the folder is owned, or gives its memory back.
+                # An agent may be checking at this moment if the folder is owned, or releasing its
+                # memory.
                 is_final = isinstance(error, StorageError) or error.errno not in _PASSING
                 if is_final or time.monotonic() > ends:
                     raise self._explained(error) from error
@@ -121,12 +124,12 @@ class SharedFolder:
             os.close(fd)
 
     def _begin(self, fd: int, note: dict[str, object]) -> Found:
-        """Own the folder, of which `fd` has the lock until then."""
+        """Own the folder; `fd` holds the lock until then."""
         for each in self.path.glob(f"{FLUSHING}*"):
-            # A keeper that still writes has its files open, or tries an older snapshot.
+            # Keep the folder of a live agent: it has its files open, or tries an older snapshot.
             if not is_alive(each.name.removeprefix(FLUSHING)):
                 shutil.rmtree(each, ignore_errors=True)
-        contents = [self.steps, self.path / HELD]
+        contents = [self.steps, self.path / REPLICAS]
         has_steps = any(each.is_dir() and any(each.iterdir()) for each in contents)
         is_same = _read(fd).get("run") == note["run"]
         if not is_same:
@@ -150,14 +153,15 @@ class SharedFolder:
         return _unusable(self.path, why)
 
     def remove(self) -> None:
-        """Give the memory back, and the folder."""
+        """Release the memory, and remove the folder."""
         if self._fd is not None:
-            # What says who owns it goes last: the next owner must not lose what it begins with.
+            # The owner's note goes last: the next owner must not lose the snapshots that it begins
+            # with.
             for each in self.path.iterdir():
                 if each.name != _OWNER:
                     shutil.rmtree(each, ignore_errors=True)
             with contextlib.suppress(OSError):
-                # Of a process that was killed.
+                # A process that was killed may have left this file.
                 os.remove(self.path / _NEW_OWNER)
             with contextlib.suppress(OSError):
                 (self.path / _OWNER).unlink()
@@ -166,14 +170,14 @@ class SharedFolder:
             self.leave()
 
     def leave(self) -> None:
-        """Own it no more; what is in it stays."""
+        """Release the folder; its content stays."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
 
 def claim_of(path: Path) -> object:
-    """Return what tells this claim of a folder from others; None where there is none."""
+    """Return the id of the claim on a folder; None if there is none."""
     try:
         fd = os.open(path / _OWNER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -183,7 +187,7 @@ def claim_of(path: Path) -> object:
 
 
 def take_abandoned(path: Path) -> SharedFolder | None:
-    """Own a folder whose process has died; None if another one owns it by now, or it is gone."""
+    """Own a folder whose process has died; None if another process owns it now, or it is gone."""
     folder = SharedFolder(path)
     try:
         fd = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -202,16 +206,16 @@ def take_abandoned(path: Path) -> SharedFolder | None:
 def take_abandoned_of(
     path: Path, run: str, location: str, count: int
 ) -> list[tuple[int, SharedFolder]]:
-    """Own the folders of processes that have died, of a run, beside that of this process.
+    """Own the folders of dead processes of a run, beside the folder of this process.
 
     Args:
         path: The folder of this process.
         run: The id of the run.
-        location: Its root.
-        count: How many processes the job has; folders of a job of another size are left alone.
+        location: The root of the run.
+        count: Number of processes in the job; folders of a job of another size are left alone.
 
     Returns:
-        The number that the process of each folder had, and the folder.
+        The folders, each with the number of its process.
     """
     found = []
     wanted = {"run": run, "root": location[-_MOST_SHOWN:], "count": count}
@@ -228,7 +232,7 @@ def take_abandoned_of(
 
 
 def is_alive(pid: str) -> bool:
-    """Tell whether a process of that number is there."""
+    """Return True if there is a process with this number."""
     if not pid.isdecimal():
         return False
     try:
@@ -242,7 +246,7 @@ def is_alive(pid: str) -> bool:
 
 def _forgetting(folder: weakref.ref[SharedFolder]) -> Callable[[], None]:
     def forget() -> None:
-        # A child that lives on would hold the lock of a parent that has died.
+        # Release the lock in the child: it would hold the lock of a parent that has died.
         found = folder()
         if found is not None:
             found.leave()
@@ -259,15 +263,15 @@ def _check_ours(folder: Path) -> None:
 
 
 def _check_there(path: Path, fd: int) -> None:
-    """Raise if the file that was locked is not there any more: another one owns the folder."""
+    """Raise if the locked file was removed: another process owns the folder."""
     if not os.path.samestat(os.fstat(fd), os.stat(path / _OWNER)):
         raise FileNotFoundError(errno.ENOENT, "it was removed just now")
 
 
 def _put_note(path: Path, note: dict[str, object]) -> int:
-    """Replace the note of a folder that is locked; return the descriptor that has the lock now.
+    """Replace the note of a locked folder; return the descriptor that has the lock now.
 
-    Under its name the note is whole and locked at every moment. An empty one would be of no run,
+    The file of this name is whole and locked at every moment. An empty note would belong to no run,
     and the next process would remove the snapshots.
     """
     new = path / _NEW_OWNER
@@ -283,7 +287,7 @@ def _put_note(path: Path, note: dict[str, object]) -> int:
 
 
 def _read(fd: int) -> dict[str, object]:
-    """Return what the note of an owner says."""
+    """Return the content of an owner's note; empty if it cannot be read."""
     with contextlib.suppress(ValueError):
         found = json.loads(os.pread(fd, _MOST_BYTES, 0))
         if isinstance(found, dict):

@@ -1,9 +1,9 @@
-"""Signals, told to the keeper the moment they come, whatever the main thread is doing.
+"""`SignalTap`: tells the agent about signals at once, even while the main thread is busy.
 
-Python runs handlers of signals in the main thread, between two steps of Python: not while it sits
-in a compile or in another call of C. But the small function that the kernel calls writes the number
-of the signal into a file descriptor at once (`signal.set_wakeup_fd`). That is a socket of the
-keeper. Where an event loop has a descriptor of its own there, a thread hands the numbers on to it.
+Python runs signal handlers in the main thread, between two bytecodes: not while the thread is in a
+compilation or another call of C. But the small function that the kernel calls writes the number of
+the signal to a file descriptor at once (`signal.set_wakeup_fd`). This descriptor is a socket of the
+agent. If an event loop has set its own descriptor there, a thread passes the numbers on to it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import threading
 
 
 class SignalTap:
-    """Tells a socket of signals. `install` and `remove` act in the main thread only."""
+    """Writes signals to a socket. `install` and `remove` act in the main thread only."""
 
     def __init__(self) -> None:
-        """Make the sockets; nothing is told yet."""
-        # Both ends stay open here: with the keeper gone, a write must not fail.
+        """Make the sockets; no signal is written yet."""
+        # Both ends stay open here: a write must not fail when the agent is gone.
         alarm, self.heard = socket.socketpair()
         alarm.setblocking(False)
         self._alarm = alarm
-        # What the interpreter writes to: the alarm itself, or a thread that hands numbers on.
+        # The descriptor that the interpreter writes to: the alarm, or a relay thread's socket.
         self._own = -1
-        # What we stand before, and a duplicate of it.
+        # The descriptor that ours has replaced, and a duplicate of it.
         self._previous = self._duplicate = -1
         self._relay: tuple[socket.socket, socket.socket] | None = None
         self._is_known = False
 
     def install(self) -> None:
-        """Take the place of what hears of signals now; what did goes on hearing of them."""
+        """Replace the present wakeup descriptor; signals are passed on to the replaced one."""
         if threading.current_thread() is not threading.main_thread():
             return
-        # It may be refused: in another interpreter than the main one there are no signals.
+        # Python may refuse: a subinterpreter gets no signals.
         with contextlib.suppress(ValueError, OSError):
             alarm = self._alarm.fileno()
             wanted = self._own if self._own != -1 else alarm
@@ -44,7 +44,7 @@ class SignalTap:
             if current == wanted:
                 return
             if current in (-1, alarm):
-                # What we stood before has left, and may have put back what it had found.
+                # The owner of the replaced descriptor has left, and may have put back an older one.
                 self._end_relay()
                 self._own = alarm
             else:
@@ -52,13 +52,13 @@ class SignalTap:
             if self._own != wanted:
                 _set(self._own)
             if not self._is_known:
-                # This also keeps the sockets from being closed while the interpreter writes there.
+                # The registered method also keeps the sockets open while the interpreter writes.
                 os.register_at_fork(after_in_child=self._leave_to_parent)
                 self._is_known = True
 
     def _stand_before(self, current: int) -> None:
         self._end_relay()
-        # A duplicate: the loop may close its own, and another file get that number.
+        # Use a duplicate: the loop may close its descriptor, and another file may get that number.
         duplicate = os.dup(current)
         heard, told = socket.socketpair()
         told.setblocking(False)
@@ -70,10 +70,10 @@ class SignalTap:
         relay.start()
 
     def remove(self) -> None:
-        """Put back what was there, if nothing else has taken our place since; idempotent."""
+        """Put back the replaced descriptor, if nothing has replaced ours since; idempotent."""
         is_tapped = self._own != -1
         if is_tapped and threading.current_thread() is not threading.main_thread():
-            # The interpreter goes on writing there: the numbers must not become other files'.
+            # The interpreter goes on writing there: keep other files from getting these numbers.
             for each in (self._alarm, self.heard, *(self._relay or ())[1:]):
                 each.detach()
             return
@@ -87,20 +87,20 @@ class SignalTap:
         self.heard.close()
 
     def _behind(self) -> int:
-        """Return what is to hear of signals after us, or -1."""
+        """Return the descriptor that gets signals after ours is removed, or -1."""
         if self._relay is None:
             return -1
         with contextlib.suppress(OSError):
             if os.path.sameopenfile(self._previous, self._duplicate):
                 return self._previous
-        # It has closed its own, such as the tap of a manager that was opened before and has ended
-        # before; the loop behind that one still hears by the duplicate.
+        # Its owner has closed the descriptor, for example the tap of a manager that was opened and
+        # closed before; the loop behind that tap still gets signals by the duplicate.
         poll = select.poll()
         poll.register(self._duplicate, 0)
         return -1 if poll.poll(0) else os.dup(self._duplicate)
 
     def _leave_to_parent(self) -> None:
-        # The signals of a child are its own.
+        # A forked child has signals of its own.
         if self._own != -1:
             with contextlib.suppress(ValueError, OSError):
                 current = _set(-1)
@@ -109,7 +109,7 @@ class SignalTap:
 
     def _end_relay(self) -> None:
         if self._relay is not None:
-            # The thread hears the end, and closes its own.
+            # The thread sees the end of its socket, and closes its own descriptor.
             self._relay[1].close()
             self._relay = None
             self._previous = self._duplicate = -1

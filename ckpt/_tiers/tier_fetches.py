@@ -1,6 +1,6 @@
-"""`TierFetches`: steps of farther places, copied back to the nearest tier on demand.
+"""`TierFetches`: copies steps back from farther places to the nearest tier on demand.
 
-The keeper copies, so that nothing of it takes the cores or the interpreter lock of the trainer.
+The agent copies, so that the copy takes no cores and no interpreter lock from the trainer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,15 @@ from ckpt._redaction import redact
 from ckpt._runtime.futures import settled
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.service import RootService
-from ckpt._tiers.keeper.client import KeeperClient
-from ckpt._tiers.keeper.messages import Fetch, Fetched, Fetching, ToKeeper, Told
-from ckpt._tree.table import size_text
+from ckpt._tiers.agent.client import AgentClient
+from ckpt._tiers.agent.messages import (
+    AgentMessage,
+    StepFetchProgress,
+    StepFetchRequest,
+    StepFetchResult,
+    ToAgent,
+)
+from ckpt._tree.table import format_bytes
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -32,11 +38,12 @@ from ckpt.errors import (
 
 logger = logging.getLogger("ckpt")
 
-# The pin that keeps a prefetched step from the preservation of its tier.
+# Name of the pin that protects a prefetched step from the preservation of its tier.
 PREFETCHED = "prefetched"
-# Between two looks whether the keeper lives; one that lives says a word every few seconds.
+# Time between two looks at the agent, and the time after which a silent agent counts as dead: a
+# live one sends a message every few seconds.
 _LOOK_SECONDS, _SILENT_SECONDS = 2.0, 60.0
-# A step that is deleted each time, before it could be pinned.
+# Tries to copy and pin a step that is deleted each time before it can be pinned.
 _TRIES = 3
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -44,28 +51,27 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class TierFetches:
     """Copies steps back to the nearest tier. Its coroutines run on the engine's loop."""
 
-    def __init__(self, near: RootService, keeper: KeeperClient) -> None:
-        """Copy steps to `near`, by the keeper."""
+    def __init__(self, near: RootService, agent: AgentClient) -> None:
         self._near = near
-        self._keeper = keeper
+        self._agent = agent
         self._guard = threading.Lock()
-        # What the keeper was asked for and has not answered, and when it last said something.
-        self._asked: tuple[Fetch, Future[Fetched]] | None = None
+        # The unanswered request to the agent, and the time of its last message.
+        self._asked: tuple[StepFetchRequest, Future[StepFetchResult]] | None = None
         self._heard_at = 0.0
-        # Made on the engine's loop.
+        # Set on the engine's loop.
         self._turn: anyio.Lock | None = None
 
     async def fetch(self, step: int, places: Sequence[int]) -> None:
-        """Have a step at the nearest tier, whole and pinned.
+        """Bring a step to the nearest tier, whole and pinned.
 
         Args:
             step: The step.
-            places: Numbers of the farther places that have it, the nearest first; none where only
-                the nearest tier does.
+            places: Numbers of the farther places that have it, the nearest first; empty if only the
+                nearest tier has it.
 
         Raises:
             StepExistsError: Another save of the step is in its place.
-            CheckpointError: It could not be copied from any place; the error of the first.
+            CheckpointError: No place could give a copy; this is the error of the first one.
         """
         self._turn = self._turn or anyio.Lock()
         async with self._turn:
@@ -75,21 +81,23 @@ class TierFetches:
                     await self._near.pin(step, PREFETCHED)
                     return
                 except StepNotFoundError:
-                    # The tier was tidied just now.
+                    # The tier was tidied before the step was pinned.
                     if turn == _TRIES - 1:
                         raise
 
     async def _copy(self, step: int, places: Sequence[int]) -> None:
         first: CheckpointError | None = None
         for place in places:
-            done = await self._answer(Fetch(place, step, self._near.root.names.name(step)))
+            done = await self._answer(
+                StepFetchRequest(place, step, self._near.root.names.name(step))
+            )
             error = self._error_of(done)
             if error is None:
                 logger.info(
                     "prefetched step %d to %s: %s in %.2f s",
                     step,
                     redact(self._near.storage.location),
-                    size_text(done.nbytes),
+                    format_bytes(done.nbytes),
                     done.seconds,
                 )
                 return
@@ -99,18 +107,18 @@ class TierFetches:
         if first is not None:
             raise first
 
-    async def _answer(self, fetch: Fetch) -> Fetched:
-        """Ask the keeper; one that was killed is started and asked again.
+    async def _answer(self, fetch: StepFetchRequest) -> StepFetchResult:
+        """Send a request to the agent; a killed agent is started and asked again.
 
         Raises:
-            StorageError: It says nothing any more.
+            StorageError: The agent does not answer.
         """
-        answer: Future[Fetched] = Future()
+        answer: Future[StepFetchResult] = Future()
         with self._guard:
             self._asked, self._heard_at = (fetch, answer), time.monotonic()
         try:
-            await run_in_thread(self._keeper.start)
-            self._keeper.tell(fetch)
+            await run_in_thread(self._agent.start)
+            self._agent.tell(fetch)
             while not answer.done():
                 with anyio.move_on_after(_LOOK_SECONDS):
                     await settled(answer)
@@ -121,13 +129,13 @@ class TierFetches:
                         "it again, or restore it from where it is",
                         step=fetch.step,
                     )
-                await run_in_thread(self._keeper.start)
+                await run_in_thread(self._agent.start)
         finally:
             with self._guard:
                 self._asked = None
         return answer.result()
 
-    def _error_of(self, done: Fetched) -> CheckpointError | None:
+    def _error_of(self, done: StepFetchResult) -> CheckpointError | None:
         step = done.fetch.step
         if done.outcome in ("copied", "there"):
             return None
@@ -147,20 +155,24 @@ class TierFetches:
             advice = ". Make room there: unpin what was prefetched before, or keep fewer steps"
         return StorageError(f"{done.problem}{advice}", errno=done.errno, step=step)
 
-    def greeting(self) -> list[ToKeeper]:
-        """Return what a new keeper has to know: what is being waited for."""
+    def greeting(self) -> list[ToAgent]:
+        """Return the messages that a new agent needs: the request that is being waited for."""
         with self._guard:
             return [] if self._asked is None else [self._asked[0]]
 
-    def heard(self, message: Told) -> None:
-        """Take what the keeper says; called in a thread."""
-        if not isinstance(message, Fetching | Fetched):
+    def heard(self, message: AgentMessage) -> None:
+        """Handle a message of the agent; called in a thread."""
+        if not isinstance(message, StepFetchProgress | StepFetchResult):
             return
         with self._guard:
             self._heard_at = time.monotonic()
             asked = self._asked
-            if not isinstance(message, Fetched) or asked is None or asked[0] != message.fetch:
+            if (
+                not isinstance(message, StepFetchResult)
+                or asked is None
+                or asked[0] != message.fetch
+            ):
                 return
-            # A keeper that was started again may have been asked twice.
+            # A restarted agent may have been asked twice.
             self._asked = None
         asked[1].set_result(message)

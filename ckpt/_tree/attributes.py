@@ -1,4 +1,4 @@
-"""Attributes: what objects hold beside what is stored of them, so that nothing is lost unsaid.
+"""Attributes that objects hold beside their stored parts, so that nothing is lost silently.
 
 jax and JSON know the declared fields of a class and the contents of a container. Python lets an
 object hold more: whatever its constructor sets, slots, extra and private fields of pydantic models.
@@ -18,18 +18,18 @@ from typing import Any
 
 from ckpt.errors import UnsupportedLeafError
 
-# A class says in it which attributes are left out.
+# Class attribute that names the attributes to leave out.
 OMITTED = "__ckpt_omit__"
-# What Python and pydantic note of an object, beside what it holds.
+# Notes of Python and pydantic about an object, which are not part of it.
 _NOTES = frozenset({"__orig_class__", "__pydantic_fields_set__"})
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _MISSING = object()
 
 
 def held(item: Any, taken: Collection[str] = ()) -> dict[str, Any]:
-    """Return what an object holds in attributes other than `taken`, by name.
+    """Return the attributes of an object other than `taken`, by name.
 
-    Values of `cached_property`, weak references, and what the class leaves out do not count.
+    Values of `cached_property`, weak references, and names that the class leaves out do not count.
     """
     kind = type(item)
     found: dict[str, Any] = {}
@@ -46,7 +46,7 @@ def held(item: Any, taken: Collection[str] = ()) -> dict[str, Any]:
     }
 
 
-# Thousands of nodes are of a few classes.
+# Cached: thousands of nodes are of a few classes.
 @functools.lru_cache(maxsize=1024)
 def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
     members = [each for base in reversed(kind.__mro__) for each in vars(base).items()]
@@ -54,7 +54,7 @@ def _slots(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 def _is_spared(kind: type, name: str, value: Any) -> bool:
-    # By `type`, since a proxy passes `isinstance` on to an object that may be gone.
+    # `type` is asked, since a proxy passes `isinstance` on to an object that may be gone.
     if issubclass(type(value), (weakref.ReferenceType, *weakref.ProxyTypes)) or name in _NOTES:
         return True
     return isinstance(inspect.getattr_static(kind, name, None), functools.cached_property) or any(
@@ -64,7 +64,7 @@ def _is_spared(kind: type, name: str, value: Any) -> bool:
 
 
 def lost_attribute(kind: type, name: str, leaf: str | None = None) -> UnsupportedLeafError:
-    """Return the error for an attribute that would not come back."""
+    """Return the error for an attribute that a restore would not bring back."""
     return UnsupportedLeafError(
         f"an object of {kind.__module__}.{kind.__qualname__} holds the attribute {name!r}, which "
         "would be lost: it is no declared field, and only those and the contents of containers are "
@@ -74,7 +74,7 @@ def lost_attribute(kind: type, name: str, leaf: str | None = None) -> Unsupporte
     )
 
 
-# The path to a part, and the class and name of the attribute that it is, if that is no field.
+# Path to a part; and its class and name, if it is an attribute that is no field.
 Difference = tuple[str, tuple[type, str] | None]
 
 
@@ -83,16 +83,16 @@ def difference(one: Any, other: Any, exact: bool = True) -> Difference | None:
 
     Args:
         one: The object.
-        other: What was made from that which is stored of it.
-        exact: Whether a plain value must be of the same type, as that of a field must.
+        other: The object that was made from its stored parts.
+        exact: True if a plain value must be of the same type, as the value of a field must.
     """
-    kind, parts = type(one), _parts(one)
+    kind, parts = type(one), _contents_of(one)
     is_other_kind = kind is not type(other) and (exact or parts is not None)
     if is_other_kind or (isinstance(one, _CONTAINERS) and len(one) != len(other)):
         return "", None
     if parts is None:
         return None if _are_equal(one, other) else ("", None)
-    others = _parts(other) or {}
+    others = _contents_of(other) or {}
     declared = (*getattr(kind, "model_fields", ()), *getattr(kind, "__dataclass_fields__", ()))
     for (is_attribute, key), part in parts.items():
         found = difference(part, others.get((is_attribute, key), _MISSING), is_attribute)
@@ -103,8 +103,8 @@ def difference(one: Any, other: Any, exact: bool = True) -> Difference | None:
     return None
 
 
-def _parts(item: Any) -> dict[tuple[bool, Any], Any] | None:
-    """Return what is in an object, by key and by attribute, or None of a plain value."""
+def _contents_of(item: Any) -> dict[tuple[bool, Any], Any] | None:
+    """Return the parts of an object by key and by attribute, or None for a plain value."""
     contents: Iterable[tuple[Any, Any]] = ()
     if isinstance(item, dict):
         contents = item.items()
@@ -117,7 +117,7 @@ def _parts(item: Any) -> dict[tuple[bool, Any], Any] | None:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    # Runs code of the class; arrays have no one answer.
+    # The comparison runs code of the class, and of arrays it has no single result.
     with contextlib.suppress(Exception):
         return one is other or bool(one == other)
     return False

@@ -15,7 +15,7 @@ _MAX_BOXES = 1000
 
 
 def is_box(node: Node) -> bool:
-    """Tell whether a node is a class around a single value, such as a `flax.nnx.Param`.
+    """Return True if a node is a class around a single value, such as a `flax.nnx.Param`.
 
     A target may have the value without the box, and vice versa.
     """

@@ -1,4 +1,4 @@
-"""Classes of tree nodes: named in files, and found among those that the process already has.
+"""Classes of tree nodes: named in files, and found among the classes that the process has.
 
 Nothing is ever imported by a name found in a file. A class is known if it was passed, or if its
 module is imported and has it.
@@ -18,7 +18,7 @@ from msgspec import Struct
 from ckpt._arguments import invalid
 from ckpt._format.manifest import JsonValue
 
-# Classes that were passed, by the name that is in files.
+# Classes that were passed, by their name in files.
 Classes = Mapping[str, type]
 
 
@@ -26,14 +26,14 @@ Classes = Mapping[str, type]
 class UnknownNode:
     """Stands for a node whose class this process does not have, or cannot make; read-only.
 
-    `node["count"]` is a field of it. It is a PyTree node, and saving it again stores what was
-    stored, so that a process which has the class gets the object back.
+    `node["count"]` is one of its fields. It is a PyTree node. Saving it again stores the same data,
+    so that a process with the class gets the object back.
 
     Attributes:
         class_name: `module:qualified name` of the class that was saved.
         fields: Its children by field name.
-        kind: What it was: `namedtuple` or `custom`.
-        static: Its static data, as the manifest has it.
+        kind: Kind of the saved node: `namedtuple` or `custom`.
+        static: Its static data, as in the manifest.
         unstored: Names of the static data that could not be stored.
     """
 
@@ -45,6 +45,11 @@ class UnknownNode:
 
     def __getitem__(self, name: Any) -> Any:
         return self.fields[name]
+
+    def __reduce__(self) -> Any:
+        # Read-only mappings cannot be pickled.
+        fields = dict(self.fields)
+        return UnknownNode, (self.class_name, fields, self.kind, self.static, self.unstored)
 
 
 def _flatten_unknown(node: UnknownNode) -> tuple[list[tuple[Any, Any]], Any]:
@@ -60,7 +65,7 @@ def _unflatten_unknown(aux: Any, children: Iterable[Any]) -> UnknownNode:
 
 
 class _Static(Struct, frozen=True):
-    """A JSON value that can be part of a treedef, which wants to be hashed."""
+    """A JSON value that can be hashed, which a treedef needs."""
 
     value: JsonValue
 
@@ -84,7 +89,7 @@ def known_classes(classes: Mapping[str, type] | Iterable[type]) -> Classes:
             since they were saved.
 
     Raises:
-        InvalidArgumentError: Something other than a class is among them.
+        InvalidArgumentError: Something other than a class is in `classes`.
     """
     if isinstance(classes, Mapping):
         found = dict(classes)
@@ -115,7 +120,7 @@ def find_class(name: str, classes: Classes) -> type | None:
         if scope is None:
             return None
         try:
-            # Past any __getattribute__ of its own: a lazily loaded module would load itself there.
+            # Goes past `__getattribute__`, in which a lazily loaded module would load itself.
             scope = object.__getattribute__(scope, "__dict__").get(part)
         except AttributeError:
             return None

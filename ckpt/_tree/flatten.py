@@ -27,7 +27,7 @@ from ckpt.errors import UnsupportedLeafError
 
 PyTree = Any
 
-# Exactly these classes: a subclass can be registered with jax as a node.
+# Leaves of exactly these classes: a subclass can be registered with jax as a node.
 _PLAIN_LEAVES = frozenset(
     {bool, int, float, complex, str, bytes, np.ndarray, jax.ShapeDtypeStruct, EllipsisType}
 )
@@ -38,7 +38,7 @@ FACTORIES: Mapping[str, type] = MappingProxyType(
 
 
 class Structure(Struct, frozen=True):
-    """What `describe` finds.
+    """The leaves and the inner nodes of a tree, from `describe`.
 
     Attributes:
         nodes: Inner nodes, root first; empty where the tree is a single leaf.
@@ -55,14 +55,14 @@ class _Flattening(Struct):
     nodes: list[Node] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     leaves: list[Any] = field(default_factory=list)
-    # Types whose objects are leaves, whatever they hold.
+    # Types whose objects are always leaves.
     plain: set[type] = field(default_factory=lambda: set(_PLAIN_LEAVES))
-    # Whether attributes that are not stored are refused.
+    # True refuses attributes that are not stored.
     saved: bool = False
     is_leaf: Callable[[Any], bool] | None = None
 
     def visit(self, tree: PyTree, path: tuple[str, ...]) -> int:
-        """Take in `tree` with everything below it; return its number as a child."""
+        """Add `tree` with everything below it; return its number as a child."""
         is_leaf = self.is_leaf is not None and self.is_leaf(tree)
         opened = None if is_leaf else _open(tree, path)
         if len(path) > MAX_DEPTH:
@@ -88,7 +88,7 @@ class _Flattening(Struct):
         for position in opened.order:
             child = children[position]
             if type(child) in plain:
-                # Thousands of siblings are arrays.
+                # A shortcut: thousands of siblings are arrays.
                 numbers[position] = self._leaf(prefix + names[position], child)
             else:
                 numbers[position] = self.visit(child, (*path, names[position]))
@@ -113,12 +113,12 @@ def describe(
 ) -> Structure:
     """Return the leaves, their stored names and the inner nodes of `tree`.
 
-    One that is described already, as one from a checkpoint is, stays as it is.
+    A tree that is described already, as one from a checkpoint, is returned as it is.
 
     Args:
         tree: The tree.
-        saved: Whether it is stored, so that no attribute of a node may be left out. A target may
-            have some: nothing is restored into them.
+        saved: True if it is stored, so that no attribute of a node may be left out. A target may
+            have further attributes: nothing is restored into them.
         is_leaf: As of `jax.tree.map`, but not asked about arrays and plain values.
 
     Raises:
@@ -142,7 +142,7 @@ def branch_at(tree: PyTree, path: str) -> PyTree:
     """Return the branch or the leaf at a leaf path, which has no keys of boxes (see `is_box`).
 
     Raises:
-        KeyError: There is none.
+        KeyError: There is nothing at that path.
     """
     passed: tuple[str, ...] = ()
     keys = path.split(".")

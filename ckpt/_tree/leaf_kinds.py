@@ -6,20 +6,41 @@ Imports no jax: tools that look at a manifest need no devices.
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from ckpt._format.leaf_table import LeafEntry
-from ckpt.errors import CorruptCheckpointError
+from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 
 # `key` is a typed PRNG key: the array of its key data.
 ARRAY_KINDS = frozenset({"jax", "key", "numpy", "numpy_scalar"})
 SCALAR_KINDS = frozenset(
     {"bool", "int", "float", "complex", "str", "bytes", "numpy_str", "numpy_bytes"}
 )
+# Most values of an item that other readers find as an array each: an array takes a hundred times
+# the room and the time of a value.
+MOST_SHOWN = 4096
 # A function among the leaves: only its name is stored, and a target has to provide it.
 CALLABLE = "callable"
+# Kind of a leaf, or handler of an item, of another library's checkpoint that cannot be read. The
+# value is the reason, which is raised when the leaf is wanted. In memory only.
+UNREAD = "unread"
+UNREADABLE: Mapping[str, type[CheckpointError]] = MappingProxyType(
+    {"damaged": CorruptCheckpointError, UNREAD: UnsupportedFormatError}
+)
+
+
+def unreadable_kind(error: CheckpointError) -> str:
+    """Return the kind of a leaf that cannot be read because of an error."""
+    return UNREAD if isinstance(error, UnsupportedFormatError) else "damaged"
+
+
+def unreadable_leaf(name: str, error: CheckpointError) -> LeafEntry:
+    """Return a leaf that stands for a leaf that cannot be read."""
+    return LeafEntry(name, unreadable_kind(error), value=error.message)
 
 
 def decode_scalar(entry: LeafEntry) -> Any:
@@ -27,8 +48,11 @@ def decode_scalar(entry: LeafEntry) -> Any:
 
     Raises:
         CorruptCheckpointError: The text is not a value of its kind.
+        CheckpointError: The leaf cannot be read; the message says why.
     """
     value = entry.value
+    if entry.kind in UNREADABLE:
+        raise UNREADABLE[entry.kind](str(value), leaf=entry.name)
     try:
         match entry.kind, value:
             case "bool", bool():

@@ -1,12 +1,12 @@
 """Leaf names: leaf paths, and the names that they are stored under.
 
 A stored name is the escaped keys of a leaf path joined with dots. It equals the dotted name that
-Orbax uses wherever that one is unambiguous (`params.layers.0.kernel`); `orbax_names` has the
+Orbax uses, wherever that name is unambiguous (`params.layers.0.kernel`); `orbax_names` returns the
 others. It is injective where Orbax's is not: `{"a": {"b": x}, "a.b": y}` is stored as `a.b` and
 `a%2Eb`.
 
 Escapes, all introduced by `%`, which is itself escaped: two hex digits stand for one UTF-8 byte;
-`%e` is an empty key; `%k` before a key marks one that is not a string beside a string sibling of
+`%e` is an empty key; `%k` before a key marks a key that is not a string beside a string sibling of
 the same text; the name of a leaf without any key is `%root`. A very long key is shortened to its
 beginning, `%h` and a digest of all of it: the key itself is in the manifest.
 """
@@ -49,9 +49,9 @@ def escape_key(key: str) -> str:
 
 
 def escape_slashes(path: str) -> str:
-    """Return a path or pattern, in which a slash may be written as it is, as it is stored.
+    """Return a path or pattern as it is stored, with its slashes escaped.
 
-    The names of Haiku's modules are such keys: `mlp/~/linear_0`.
+    Users may write the slashes of keys such as Haiku's `mlp/~/linear_0` as they are.
     """
     return path.replace("/", "%2F")
 
@@ -87,9 +87,9 @@ def unescape_key(text: str) -> str:
 
 
 def orbax_key(name: str) -> str:
-    """Return what Orbax calls the key whose stored name is `name`: its text.
+    """Return Orbax's name for the key whose stored name is `name`: its text.
 
-    A shortened key, and one that is not valid text, keeps its stored name.
+    A shortened key, and a key that is not valid text, keep their stored names.
     """
     if "%" not in name or _HASH in name:
         return name
@@ -98,9 +98,9 @@ def orbax_key(name: str) -> str:
 
 
 def orbax_names(names: Sequence[str]) -> Sequence[str]:
-    """Return what Orbax calls leaves, in their order: the texts of their keys, joined with dots.
+    """Return Orbax's names for leaves, in order: the texts of their keys, joined with dots.
 
-    Names without escapes are their own. Of several leaves some may get the same; see `same_name`.
+    Names without escapes stay as they are. Several leaves may get the same name; see `same_name`.
     """
     if not any("%" in name for name in names):
         return names
@@ -111,7 +111,7 @@ def orbax_names(names: Sequence[str]) -> Sequence[str]:
 
 
 def same_name(names: Sequence[str]) -> tuple[str, str] | None:
-    """Return two leaves that Orbax would call the same, or None."""
+    """Return two leaves for which Orbax has the same name, or None."""
     found = orbax_names(names)
     if found is names:
         return None
@@ -123,7 +123,7 @@ def same_name(names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def orbax_folder(name: str) -> str:
-    """Return what the keys of an array of this name begin with in a database of Orbax.
+    """Return the beginning of the keys of an array with this name in a database of Orbax.
 
     It is the directory that TensorStore makes of the name.
     """
@@ -179,7 +179,7 @@ def nested(leaves: Mapping[str, Any]) -> Any:
     """Return leaves by path as nested dicts, with unescaped keys.
 
     Raises:
-        InvalidArgumentError: A path is that of a leaf and of a dict that holds others.
+        InvalidArgumentError: A path is that of a leaf and of a dict with other leaves.
     """
     if set(leaves) == {ROOT}:
         return leaves[ROOT]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec import Struct
 
+from ckpt._arguments import is_config
 from ckpt._format.array_format import ArrayFormat
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.manifest import ShardingEntry
@@ -23,7 +24,7 @@ from ckpt._format.regions import Region, whole
 from ckpt._tree.leaf_kinds import CALLABLE
 from ckpt.errors import UnsupportedLeafError
 
-# Kinds of which one object may be at several places in a tree, and is stored once.
+# Kinds of objects that may be at several places in a tree, and are stored once.
 SHAREABLE = frozenset({"jax", "key", "numpy"})
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -32,7 +33,7 @@ _SCALAR_KINDS_OF: dict[type, str] = {
     np.str_: "numpy_str",
     np.bytes_: "numpy_bytes",
 }
-# What to do with arrays of dtypes that cannot be stored, by numpy's kind.
+# Advice about arrays of dtypes that cannot be stored, by numpy's kind.
 _HINTS = {
     "O": "; its elements are Python objects. Make a list of them, or an array of numbers",
     "M": "; store .astype('int64') of it",
@@ -48,7 +49,7 @@ _MOST_KNOWN = 100_000
 
 
 class LeafSpec(Struct, frozen=True, gc=False):
-    """What a leaf is, without its values.
+    """The kind, dtype, shape and place of a leaf, without its values.
 
     Two trees whose specs and structure are equal are saved by the same plan.
 
@@ -58,15 +59,15 @@ class LeafSpec(Struct, frozen=True, gc=False):
             readers find it, or None if it has none.
         shape: Global shape.
         sharding: Sharding of a `jax.Array`; None for everything else.
-        committed: Whether a `jax.Array` is bound to its devices; jax moves others freely.
-        weak_type: Whether a `jax.Array` is weakly typed.
+        committed: True if a `jax.Array` is bound to its devices; jax moves others freely.
+        weak_type: True if a `jax.Array` is weakly typed.
         impl: Implementation of a typed PRNG key; dtype, shape and sharding are its key data's.
         same_as: Number of an earlier leaf that is the same array object.
-        format: How it is stored, if the caller has chosen.
-        cast_from: Dtype of the array itself if it is stored as another, `dtype`.
-        placed: How the array lay on devices, if it comes from a checkpoint and not from devices.
-        chunk: Shape of its chunks there, if one is always read whole.
-        copies: How many times a part of it is in memory until it is staged.
+        format: The format that the caller has chosen; None if there is none.
+        cast_from: Dtype of the array itself, if it is stored with another one.
+        placed: Stored sharding of an array that comes from a checkpoint and not from devices.
+        chunk: Shape of its chunks in that checkpoint, if a chunk is always read whole.
+        copies: Number of copies of a part of it that are in memory until the part is staged.
     """
 
     kind: str
@@ -91,19 +92,18 @@ class LeafSpec(Struct, frozen=True, gc=False):
         return _nbytes(self.shape, self.dtype)
 
 
-# Thousands of leaves have a few shapes.
+# Cached: thousands of leaves have a few shapes.
 @functools.lru_cache(maxsize=1024)
 def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(map(int, shape)) * DTYPES[dtype].itemsize
 
 
-class StoredLeaf(Struct, frozen=True, eq=False):
+class CheckpointLeaf(Struct, frozen=True, eq=False):
     """A leaf of a checkpoint, as a leaf of a tree that is saved; arrays are read piece by piece.
 
     Attributes:
-        spec: What it is.
-        read: Returns a region of it, an array of numpy. Called in worker threads.
-        name: The name of a function, of which nothing else is stored.
+        read: Returns a region of the array as a numpy array. Called in worker threads.
+        name: Name of a function, of which nothing else is stored.
     """
 
     spec: LeafSpec
@@ -111,17 +111,16 @@ class StoredLeaf(Struct, frozen=True, eq=False):
     name: str = ""
 
     def whole(self) -> np.ndarray[Any, Any]:
-        """Return all of it."""
         return self.read(whole(self.spec.shape))
 
 
 def classify(leaf: Any, name: str, spanning: bool = False) -> LeafSpec:
-    """Return what `leaf` is.
+    """Return the spec of a leaf.
 
     Args:
         leaf: A leaf of a tree about to be saved.
         name: Its stored name, for messages.
-        spanning: Whether arrays may be on devices of other processes, because those save as well.
+        spanning: True if arrays may be on devices of other processes, because those save as well.
 
     Raises:
         UnsupportedLeafError: The leaf is of a kind or dtype that cannot be stored, or an array
@@ -129,12 +128,12 @@ def classify(leaf: Any, name: str, spanning: bool = False) -> LeafSpec:
     """
     if isinstance(leaf, jax.Array):
         return _classify_jax(leaf, name, spanning)
-    if isinstance(leaf, StoredLeaf):
+    if isinstance(leaf, CheckpointLeaf):
         return leaf.spec
-    kind = scalar_kind(leaf)
+    kind = kind_of_type(type(leaf))
     if kind is None and isinstance(leaf, np.ndarray | np.generic):
         is_array = isinstance(leaf, np.ndarray)
-        if is_array and type(leaf) is not np.ndarray:
+        if is_array and type(leaf) not in (np.ndarray, np.memmap):
             raise UnsupportedLeafError(
                 f"an array of the numpy subclass {type(leaf).__name__} cannot be stored; "
                 "pass np.asarray(...) of it",
@@ -162,18 +161,13 @@ def classify(leaf: Any, name: str, spanning: bool = False) -> LeafSpec:
     )
 
 
-def scalar_kind(leaf: Any) -> str | None:
-    """Return the kind of a leaf whose value is in the manifest, or None for another leaf."""
-    return _SCALAR_KINDS_OF.get(type(leaf))
-
-
 def kind_of_type(kind: type) -> str | None:
     """Return the kind of leaves of this type if their value is in the manifest, or None."""
     return _SCALAR_KINDS_OF.get(kind)
 
 
 def is_function(leaf: Any) -> bool:
-    """Tell whether a leaf is code without state, which a target can provide.
+    """Return True if a leaf is code without state, which a target can provide.
 
     Another callable object may have state, which must not be left out silently.
     """
@@ -190,7 +184,7 @@ def is_function(leaf: Any) -> bool:
 
 
 class _Seen(Struct, frozen=True, gc=False):
-    """What an array had; kept, so that the identity of these objects is not reused."""
+    """The properties of an array; kept, so that the identities of these objects are not reused."""
 
     aval: Any
     sharding: Any
@@ -210,8 +204,8 @@ class Classifier:
     def __init__(self, spanning: bool = False) -> None:
         """Start empty; see `classify` for `spanning`."""
         self._spanning = spanning
-        # By identity, since hashing a sharding is slow. Nothing here is looked at by the garbage
-        # collector, which thousands of them would call.
+        # Keyed by identity, since hashing a sharding is slow. The garbage collector does not track
+        # these objects: thousands of tracked ones would make it run.
         self._known: dict[tuple[int, int, bool, int], _Seen] = {}
         self._equal: dict[tuple[Any, Any, bool, type], LeafSpec] = {}
         self._specs: dict[LeafSpec, LeafSpec] = {}
@@ -219,7 +213,7 @@ class Classifier:
         self._arrays: set[type] = set()
 
     def classify(self, leaf: Any, name: str) -> LeafSpec:
-        """Return what `leaf` is; see `classify`."""
+        """Return the spec of a leaf; see the function `classify`."""
         kind = type(leaf)
         if kind not in self._arrays:
             if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
@@ -245,7 +239,7 @@ class Classifier:
 
 
 def _hint_at_state(leaf: Any) -> str:
-    """Return what to do with an object that can be asked for its state, such as an iterator."""
+    """Return advice about an object that can be asked for its state, such as an iterator."""
     for names in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
         if all(callable(getattr(type(leaf), name, None)) for name in names):
             return (
@@ -255,9 +249,11 @@ def _hint_at_state(leaf: Any) -> str:
 
 
 def _hint_at_config(leaf: Any) -> str:
-    """Return what to do with an object that is a configuration, as far as that can be seen."""
+    """Return advice about an object that is a configuration, as far as that can be seen."""
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         return ". A configuration is saved as metadata=dataclasses.asdict(config), or as an item"
+    if is_config(leaf):
+        return ". A configuration is saved as metadata=config, or as an item"
     if isinstance(leaf, argparse.Namespace):
         return ". A configuration is saved as metadata=vars(arguments), or as an item"
     return ""

@@ -39,7 +39,7 @@ class Pattern(Struct, frozen=True):
         return stars, ".".join(keys[end:])
 
     def covers(self, path: str) -> bool:
-        """Tell whether the leaf at `path` matches the pattern, or is below a match."""
+        """Return True if the leaf at `path` matches the pattern, or is below a match."""
         return _match(self.keys, path.split(".")) is not None
 
 
@@ -67,7 +67,7 @@ def compile_pattern(text: str) -> Pattern:
     """Return a compiled pattern.
 
     Raises:
-        InvalidArgumentError: It is not a pattern.
+        InvalidArgumentError: `text` is not a pattern.
     """
     given: object = text
     if not isinstance(given, str) or not text:
@@ -79,7 +79,7 @@ def compile_pattern(text: str) -> Pattern:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(text: str) -> Pattern:
-    # Called once for every leaf.
+    # Cached, since it is called once for every leaf.
     return Pattern(text, tuple(_expression(key) for key in escape_slashes(text).split(".")))
 
 
@@ -117,7 +117,7 @@ def fill_stars(text: str, stars: Sequence[str], below: str) -> str:
     """Return a pattern with `stars` in place of its `*`, and the path `below` after it.
 
     Raises:
-        InvalidArgumentError: It has another number of `*`.
+        InvalidArgumentError: The pattern has another number of `*`.
     """
     pieces = escape_slashes(text).split("*")
     if len(pieces) != len(stars) + 1:

@@ -1,8 +1,8 @@
 """Registered nodes: how nodes of classes registered with `jax.tree_util` are stored and made again.
 
 Beside its children such a node has static data: the fields of a dataclass that are not children, or
-what its class gives jax as auxiliary data. Plain values of it are stored (see `static_values`). A
-node is made by the flatten and unflatten functions that its class registered. The result must
+the auxiliary data that its class gives to jax. Plain values of it are stored (see `static_values`).
+A node is made by the flatten and unflatten functions that its class registered. The result must
 flatten into the same children under the same keys; otherwise it becomes an `UnknownNode`.
 """
 
@@ -32,15 +32,7 @@ _NOT_HERE = "not imported here: import it, or pass it as PyTreeHandler(classes=[
 
 
 class RegisteredNode(Struct, frozen=True):
-    """A node of a registered class, opened.
-
-    Attributes:
-        name: Name of its class.
-        keys: A key for every child.
-        children: The children, in jax's order.
-        static: Its static data.
-        unstored: Names of the static data that cannot be stored.
-    """
+    """A node of a registered class, opened; its keys and children are in jax's order."""
 
     name: str
     keys: list[Hashable]
@@ -50,14 +42,14 @@ class RegisteredNode(Struct, frozen=True):
 
 
 class UnknownReason(Struct, frozen=True):
-    """Why nodes of a class became `UnknownNode`s."""
+    """The reason why nodes of a class became `UnknownNode`s."""
 
     name: str
     reason: str
 
 
 def open_registered(tree: Any) -> RegisteredNode | None:
-    """Return what is stored of a node whose class is registered with jax, or None for a leaf."""
+    """Return the stored parts of a node whose class is registered with jax, or None for a leaf."""
     treedef: Any
     entries, treedef = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: node is not tree
@@ -82,7 +74,7 @@ def open_registered(tree: Any) -> RegisteredNode | None:
 
 
 def is_plain_namedtuple(tree: Any) -> bool:
-    """Tell whether jax sees a namedtuple as its fields; its class may be registered otherwise."""
+    """Return True if jax sees a namedtuple as its fields; its class may be registered otherwise."""
     fields = getattr(tree, "_fields", None)
     if fields is None:
         return False
@@ -100,15 +92,15 @@ def is_plain_namedtuple(tree: Any) -> bool:
 def refuse_undeclared(tree: Any, node: Node, path: Sequence[str]) -> None:
     """Refuse an opened node that holds attributes which jax does not know.
 
-    A class with flatten functions of its own leaves out what it means to.
+    A class with flatten functions of its own chooses what it leaves out.
 
     Raises:
-        UnsupportedLeafError: It does; names the class and the attribute.
+        UnsupportedLeafError: The node holds such attributes; the message names class and attribute.
     """
     fields = getattr(type(tree), "__dataclass_fields__", None)
     again: Mapping[str, Any] = {}
     if node.kind != "custom" and isinstance(tree, dict | tuple):
-        # Thousands of nodes have no place for any.
+        # A shortcut: thousands of nodes have no place for attributes.
         extra = held(tree) if getattr(tree, "__dict__", None) else {}
     elif fields is None or not (extra := held(tree, fields)):
         return
@@ -116,7 +108,7 @@ def refuse_undeclared(tree: Any, node: Node, path: Sequence[str]) -> None:
         leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda part: part is not tree)
         if _has_own_functions(treedef):
             return
-        # What the constructor sets again is not lost. It is code of the class.
+        # Attributes that the constructor sets again are not lost. It may raise anything.
         with contextlib.suppress(Exception):
             again = held(jax.tree.unflatten(treedef, leaves))
     for name, value in extra.items():
@@ -128,7 +120,7 @@ def build_registered(node: Node, keys: Sequence[Any], children: list[Any], class
     """Return the node, or an `UnknownReason` that says why it cannot be made."""
     name = node.class_name or "?"
     if name == class_name(UnknownNode):
-        # Written by versions that did not keep what an unknown node stood for.
+        # Written by versions that did not keep the class and kind of an unknown node.
         return UnknownNode(name, MappingProxyType(dict(zip(keys, children, strict=True))))
     kind = find_class(name, classes)
     if kind is None:
@@ -147,7 +139,7 @@ def build_registered(node: Node, keys: Sequence[Any], children: list[Any], class
     except CorruptCheckpointError:
         raise
     except Exception as error:
-        # From code of the class, or of the one that a hostile file names.
+        # Raised by code of the class, which a hostile file may have chosen.
         return UnknownReason(
             name, f"it cannot be made from what is stored ({error!s:.120}): pass like="
         )
@@ -195,7 +187,7 @@ def _key_of(entry: Any) -> Hashable:
 
 
 def _agree(keys: Sequence[Any], paths: Sequence[Any]) -> bool:
-    """Tell whether children stored under `keys` are those at `paths` today.
+    """Return True if children stored under `keys` are those at `paths` today.
 
     A class that only counts its children, then or now, says nothing about their order.
     """
@@ -227,7 +219,7 @@ def _static_fields(
         try:
             fields[name] = encode_value(values[name])
         except ValueError:
-            # jax drops some fields, such as caches; then so do we.
+            # jax drops some fields, such as caches; so does the checkpoint.
             if not _flattens_into(kind, {**values, name: object()}, treedef):
                 unstored.append(name)
     return fields, unstored
@@ -237,7 +229,7 @@ def _flattens_into(kind: type, values: Mapping[str, Any], treedef: Any) -> bool:
     try:
         return bool(_flattened(kind, values) == treedef)
     except Exception:
-        # Code of the class, or of values that cannot be compared.
+        # Code of the class may raise anything, and some values cannot be compared.
         return False
 
 
@@ -253,7 +245,7 @@ def _from_aux(kind: type, aux: Any, children: list[Any]) -> Any:
     leaf = jax.tree_util.tree_structure(0)
     treedef = _treedef(kind, aux, [leaf] * len(children))
     if not _has_own_functions(treedef):
-        # Made by jax itself, which trusts its data: wrong data from a file ends the process.
+        # jax itself would make it, and trusts its data: wrong data from a file ends the process.
         raise TypeError("its class has no flatten functions of its own")
     return treedef.unflatten(children)
 
@@ -265,7 +257,7 @@ def _treedef(kind: type, aux: Any, children: list[Any]) -> Any:
 
 
 def _has_own_functions(treedef: Any) -> bool:
-    """Tell whether a class flattens itself; jax does it for dataclasses, namedtuples and others."""
+    """Return True if a class flattens itself; jax flattens dataclasses, namedtuples and others."""
     # The last node is the root, and its first part says which sort of node it is.
     of_functions: Any = jax.tree.structure(UnknownNode("", {}))
     return bool(treedef.__getstate__()[1][-1][0] == of_functions.__getstate__()[1][-1][0])

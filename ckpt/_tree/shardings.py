@@ -9,7 +9,7 @@ import jax
 
 from ckpt.errors import InvalidArgumentError
 
-# A sharding for all arrays, or a tree of shardings with the structure of the upper part of theirs.
+# A sharding for all arrays, or a tree of shardings like theirs or like its upper part.
 ShardingTree = Any
 
 

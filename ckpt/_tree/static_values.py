@@ -35,7 +35,7 @@ def encode_value(value: Any, depth: int = 0) -> JsonValue:
     """Return the JSON form of a plain value; the inverse of `decode_value`.
 
     Raises:
-        ValueError: It has no JSON form; says why.
+        ValueError: `value` has no JSON form; the message says why.
     """
     if depth > _MAX_DEPTH:
         raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
@@ -43,7 +43,7 @@ def encode_value(value: Any, depth: int = 0) -> JsonValue:
     if value is None:
         return None
     if kind is int:
-        # Python limits the length of decimal texts.
+        # Python limits the length of decimal texts, so a large integer is hexadecimal.
         return cast("JsonValue", value) if abs(value) < _MAX_INT else {"int": hex(value)}
     if kind is str:
         return _encode_text(value)
@@ -52,7 +52,7 @@ def encode_value(value: Any, depth: int = 0) -> JsonValue:
     if kind in (tuple, list):
         return {kind.__name__: [encode_value(each, depth + 1) for each in value]}
     if kind in (set, frozenset):
-        # In an order that does not change from one run to the next.
+        # Sorted, so that the order does not change from one run to the next.
         parts = sorted((encode_value(each, depth + 1) for each in value), key=repr)
         return {kind.__name__: parts}
     if kind is dict:
@@ -99,8 +99,8 @@ def decode_value(value: JsonValue, classes: Classes, depth: int = 0) -> Any:
     """Return the value stored as `value`.
 
     Args:
-        value: What `encode_value` returned.
-        classes: Where the classes of enumerations are looked up first.
+        value: Result of `encode_value`.
+        classes: Classes of enumerations, which are looked up here first.
         depth: Number of values that it is nested in.
 
     Raises:
@@ -118,7 +118,7 @@ def decode_value(value: JsonValue, classes: Classes, depth: int = 0) -> Any:
         except CorruptCheckpointError:
             raise
         except Exception as error:
-            # Whatever Python, numpy and jax raise for malformed contents.
+            # Python, numpy and jax raise many errors for malformed contents.
             raise CorruptCheckpointError(
                 f"a stored {kind:.40} is malformed: {value!r:.80}"
             ) from error
@@ -162,10 +162,10 @@ def encode_key(key: Any) -> JsonValue:
     """Return the JSON form of a dict key.
 
     Raises:
-        ValueError: It has no JSON form; says why.
+        ValueError: `key` has no JSON form; the message says why.
     """
     if _has_set(key):
-        # Its text, which is part of leaf paths, differs in every process.
+        # The text of a set, which would be part of leaf paths, differs in every process.
         raise ValueError("sets have no order")
     return encode_value(key)
 
@@ -217,7 +217,7 @@ _SIMPLE: dict[type, tuple[Callable[[Any], JsonValue], Callable[[Any], Any]]] = {
     bytes: (_encode_bytes, lambda text: base64.b64decode(_checked_text(text), validate=True)),
     type(...): (lambda _: "...", lambda _: ...),
 }
-# Classes that mean a dtype, as fields such as `param_dtype` hold them.
+# Classes that stand for a dtype, as in fields such as `param_dtype`.
 _SCALAR_TYPES = {
     f"{module.__name__}.{name}": getattr(module, name)
     for module, names in (

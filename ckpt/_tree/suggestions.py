@@ -19,10 +19,6 @@ def near_miss(text: str, names: Iterable[str]) -> str:
 
     The first key that does not exist is replaced by the most similar one at its place, so that
     `layer.*.kernel` leads to `layers.*.kernel`.
-
-    Args:
-        text: A leaf path, or a pattern.
-        names: The existing leaf paths.
     """
     known = list(names)
     if len(known) > _MOST_NAMES or not text:

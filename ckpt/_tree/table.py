@@ -19,10 +19,9 @@ class LeafRow(Struct, frozen=True):
     """One leaf.
 
     Attributes:
-        path: Its leaf path.
         what: Dtype and shape, or the value.
         nbytes: Logical bytes, or None if it is not an array.
-        place: Its sharding.
+        place: Sharding, as text.
     """
 
     path: str
@@ -32,12 +31,11 @@ class LeafRow(Struct, frozen=True):
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """The columns as text."""
-        size = "" if self.nbytes is None else size_text(self.nbytes)
+        size = "" if self.nbytes is None else format_bytes(self.nbytes)
         return self.path, self.what, size, self.place
 
 
-def size_text(nbytes: int) -> str:
+def format_bytes(nbytes: int) -> str:
     """Return a number of bytes for people to read, such as `1.5 GiB`."""
     value, unit = float(nbytes), _UNITS[0]
     for unit in _UNITS:
@@ -51,7 +49,6 @@ def size_text(nbytes: int) -> str:
 
 
 def sharding_text(entry: ShardingEntry | None) -> str:
-    """Return a sharding in a few words."""
     if entry is None:
         return ""
     kind = "" if entry.memory_kind is None else f" in {entry.memory_kind:.40}"
@@ -75,7 +72,7 @@ def text_table(title: str, rows: Sequence[LeafRow]) -> str:
     for path, what, size, place in cells:
         line = f"  {path:<{widths[0]}}  {what:<{widths[1]}}  {size:>{widths[2]}}  {place}"
         lines.append(line.rstrip())
-    lines.extend(_rest(rows))
+    lines.extend(_count_rest(rows))
     return "\n".join(lines)
 
 
@@ -90,7 +87,7 @@ def html_table(title: str, rows: Sequence[LeafRow]) -> str:
         + "</tr>"
         for row in rows[:_SHOWN]
     )
-    rest = "".join(f"<p>{html.escape(line.strip())}</p>" for line in _rest(rows))
+    rest = "".join(f"<p>{html.escape(line.strip())}</p>" for line in _count_rest(rows))
     head = "<tr><th>leaf</th><th>what</th><th>size</th><th>sharding</th></tr>"
     return (
         f"<details open><summary>{html.escape(title)}</summary>"
@@ -98,7 +95,7 @@ def html_table(title: str, rows: Sequence[LeafRow]) -> str:
     )
 
 
-def _rest(rows: Sequence[LeafRow]) -> Iterable[str]:
+def _count_rest(rows: Sequence[LeafRow]) -> Iterable[str]:
     if len(rows) > _SHOWN:
         more = sum(row.nbytes or 0 for row in rows[_SHOWN:])
-        yield f"  ... and {len(rows) - _SHOWN} more leaves, {size_text(more)}"
+        yield f"  ... and {len(rows) - _SHOWN} more leaves, {format_bytes(more)}"

@@ -107,7 +107,8 @@ class _Unflattening:
         name = node.class_name
         if name is None:
             return None
-        # A name in a file chooses what is called for the next missing key: only one of these.
+        # A name in a file chooses the function that makes missing values, so only these are
+        # allowed.
         factory = FACTORIES.get(name) or self.classes.get(name)
         if factory is None:
             self.unknown.setdefault(

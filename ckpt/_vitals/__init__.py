@@ -1,1 +1,1 @@
-"""Vital signs: what an array's values come to, the same however it is cut. Pure, numpy only."""
+"""Vital signs: figures about an array's values, the same however it is cut. Pure, numpy only."""

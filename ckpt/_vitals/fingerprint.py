@@ -1,8 +1,9 @@
 """The fingerprint of an array, from the bytes of any boxes of it.
 
-The bytes of every row are 32-bit words. A word is folded, multiplied with its weight, and all are
-summed up modulo 2**32, in two channels. So the sums of the boxes of an array, however it is cut,
-add up to its own. `docs/design/018-vital-signs.md` has the definition, and what it proves.
+The bytes of every row are 32-bit words. Each word is folded and multiplied with its weight, and all
+are summed up modulo 2**32, in two channels. So the sums of the boxes of an array, however it is
+cut, add up to the sums of the array. `docs/design/018-vital-signs.md` has the definition, and what
+it proves.
 """
 
 from __future__ import annotations
@@ -39,16 +40,14 @@ _FEW_COLUMNS = 64
 _WORD_BYTES = 4
 
 
-class Piece(Struct, frozen=True, eq=False, gc=False):
+class WordMatrix(Struct, frozen=True, eq=False, gc=False):
     """Consecutive bytes of a box, as a matrix of words.
 
     Attributes:
-        start: The first byte, counted within the box.
-        rows: How many rows there are.
-        row_bytes: Bytes of each.
-        lead: Bytes of the first word of each that come before them, and count as 0.
-        row_factors: `[rows]`.
-        column_factors: `[2, words of a row]`.
+        start: Offset of the first byte in the box.
+        lead: Bytes of the first word of a row that come before the row, and count as 0.
+        row_factors: Factors of the rows, `[rows]`.
+        column_factors: Factors of the words, `[2, words of a row]`.
     """
 
     start: int
@@ -60,12 +59,12 @@ class Piece(Struct, frozen=True, eq=False, gc=False):
 
     @property
     def stop(self) -> int:
-        """The byte after the last one."""
+        """Offset of the byte after the last one."""
         return self.start + self.rows * self.row_bytes
 
 
-def pieces_of(offset: Sequence[int], shape: Sequence[int], itemsize: int) -> Iterator[Piece]:
-    """Yield the pieces of a box, in the order of its bytes; together they are all of it.
+def pieces_of(offset: Sequence[int], shape: Sequence[int], itemsize: int) -> Iterator[WordMatrix]:
+    """Yield the pieces of a box, in the order of its bytes; together they cover the box.
 
     Args:
         offset: The first corner of the box within the array.
@@ -88,7 +87,7 @@ def pieces_of(offset: Sequence[int], shape: Sequence[int], itemsize: int) -> Ite
     columns = column_factors(len(outer_shape), begin // _WORD_BYTES, words)
     if lead + row_bytes == words * _WORD_BYTES and not lead:
         while outer_shape and words < _SHORT_ROW and words * outer_shape[-1] <= _MOST_JOINED:
-            # A row of the others, and all along this dimension.
+            # All rows along this dimension become one row.
             axis = len(outer_shape) - 1
             along = axis_factors(axis, outer_offset.pop(), outer_shape[-1])
             columns = (along[:, None] * columns[:, None, :]).reshape(CHANNELS, -1)
@@ -98,7 +97,7 @@ def pieces_of(offset: Sequence[int], shape: Sequence[int], itemsize: int) -> Ite
     for row in range(0, rows, step):
         stop = min(row + step, rows)
         along = row_factors(outer_offset, outer_shape, row, stop)
-        yield Piece(row * row_bytes, stop - row, row_bytes, lead, along, columns)
+        yield WordMatrix(row * row_bytes, stop - row, row_bytes, lead, along, columns)
 
 
 class BoxFingerprint:
@@ -108,13 +107,12 @@ class BoxFingerprint:
         """Begin with the first byte of a box; see `pieces_of`."""
         self._pieces = pieces_of(offset, shape, itemsize)
         self._next = next(self._pieces, None)
-        # What has come of the next piece; where a piece comes whole, it is not copied.
+        # Bytes that have come of the next piece; a piece that comes whole is not copied.
         self._held = bytearray()
         self._scratch = np.empty(min(PIECE_WORDS, math.prod(shape) * itemsize // 4 + 1), np.uint32)
         self._sums = [0] * CHANNELS
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes of the box."""
         at = 0
         while self._next is not None and at < len(data):
             missing = self._next.stop - self._next.start - len(self._held)
@@ -127,19 +125,19 @@ class BoxFingerprint:
                 self._held.clear()
                 self._next = next(self._pieces, None)
 
-    def _take(self, data: Bytes, piece: Piece) -> None:
+    def _take(self, data: Bytes, piece: WordMatrix) -> None:
         for channel, part in enumerate(sum_of(data, piece, self._scratch)):
             self._sums[channel] = (self._sums[channel] + part) & 0xFFFFFFFF
 
     def sums(self) -> tuple[int, int]:
-        """Return the sums of all bytes so far that make whole pieces."""
+        """Return the sums of all whole pieces so far."""
         one, two = self._sums
         return one, two
 
 
 def _long_row(
     dimension: int, begin: int, nbytes: int, start: int, weight: Words
-) -> Iterator[Piece]:
+) -> Iterator[WordMatrix]:
     """Yield the pieces of a row of `nbytes` that is at byte `begin` of its row of the array."""
     block = COLUMNS * _WORD_BYTES
     end, at = begin + nbytes, begin
@@ -147,27 +145,27 @@ def _long_row(
         word, lead = divmod(at, _WORD_BYTES)
         high, within = divmod(at, block)
         if within or end - at < block:
-            # What is left of a block, or the beginning of one.
+            # The rest of a block, or the beginning of one.
             stop = min((high + 1) * block, end)
             words = -(-(stop - at + lead) // _WORD_BYTES)
             columns = column_factors(dimension, word, words)
-            yield Piece(start + at - begin, 1, stop - at, lead, weight, columns)
+            yield WordMatrix(start + at - begin, 1, stop - at, lead, weight, columns)
         else:
             rows = min((end - at) // block, PIECE_WORDS >> COLUMN_BITS)
             stop = at + rows * block
             along = weight * high_factors(dimension, np.arange(high, high + rows, dtype=np.uint64))
-            yield Piece(
+            yield WordMatrix(
                 start + at - begin, rows, block, 0, along, column_factors(dimension, 0, COLUMNS)
             )
         at = stop
 
 
-def sum_of(data: Bytes, piece: Piece, scratch: Words) -> tuple[int, int]:
+def sum_of(data: Bytes, piece: WordMatrix, scratch: Words) -> tuple[int, int]:
     """Return the weighted sums of a piece, one of each channel, modulo 2**32.
 
     Args:
         data: The bytes of the piece.
-        piece: What they are.
+        piece: The piece.
         scratch: Memory for as many words as the piece has.
     """
     words = piece.column_factors.shape[1]
@@ -175,16 +173,16 @@ def sum_of(data: Bytes, piece: Piece, scratch: Words) -> tuple[int, int]:
         data.reshape(piece.rows, piece.row_bytes), piece.lead, words, scratch
     ).reshape(piece.rows, words)
     along = piece.row_factors
-    # No product of matrices: numpy has threads of its own for those of floats, and none for these.
+    # No matrix products: numpy has threads of its own for those of floats, and none for integers.
     if piece.rows > 1 and words < _FEW_COLUMNS:
         weights = (along[:, None] * piece.column_factors[:, None, :]).reshape(CHANNELS, -1)
-        return _both(folded.reshape(-1), weights, 1)
+        return _sum_both_channels(folded.reshape(-1), weights, 1)
     if piece.rows > 1:
-        return _both(np.einsum("i,ij->j", along, folded), piece.column_factors, 1)
-    return _both(folded[0], piece.column_factors, int(along[0]))
+        return _sum_both_channels(np.einsum("i,ij->j", along, folded), piece.column_factors, 1)
+    return _sum_both_channels(folded[0], piece.column_factors, int(along[0]))
 
 
-def _both(words: Words, weights: Words, factor: int) -> tuple[int, int]:
+def _sum_both_channels(words: Words, weights: Words, factor: int) -> tuple[int, int]:
     one, two = (
         int(np.einsum("i,i->", words, channel)) * factor & 0xFFFFFFFF for channel in weights
     )

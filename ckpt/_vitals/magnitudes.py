@@ -1,8 +1,8 @@
-"""Magnitudes: how many values of an array are not finite, their norm, and the largest of them.
+"""Magnitudes of an array: the number of nonfinite values, the norm, and the largest value.
 
 Squares are summed up in runs of 1024 values, in 32 bits unless the values have more, and the runs
-in 64 bits. Rows where that does not do, since they have values that are not finite, very large or
-very small, are taken once more in 64 bits.
+in 64 bits. Rows with values that are not finite, very large or very small are computed once more in
+64 bits.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Array = np.ndarray[Any, Any]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-# Of one array, so many values are a row: what takes a second look is no more than that.
+# Values in a row of a single array: a second look takes no more than a row.
 _ROW = 8192
-# BLAS, which multiplies these, has no threads of its own for them, and errs by a millionth.
+# Values in a run. BLAS multiplies runs without threads of its own, and errs by a millionth.
 _RUN = 1024
 _SMALL_32, _LARGE_32 = 1e-12, 1e16
 _SMALL_64, _LARGE_64 = 1e-140, 1e150
 _ML_FLOATS = {
-    # Bits of the fraction, and the bias of the exponent, where doubling both halves of a float
-    # of 32 bits gives the values; the least pattern that is not finite.
+    # Bits of the fraction, bias of the exponent, and the least pattern that is not finite; the
+    # shifted patterns of these dtypes are floats of 32 bits, see `_of_small_floats`.
     "float16": (10, 15, 0x7C00),
     "float8_e5m2": (2, 15, 0x7C),
     "float8_e4m3": (3, 7, 0x78),
@@ -41,9 +41,9 @@ class Magnitudes(Struct, frozen=True, eq=False, gc=False):
     """The magnitudes of some rows, one value for each.
 
     Attributes:
-        nonfinite: How many values are NaN or infinite.
-        norm: Square root of the sum of the squares of the finite ones.
-        absmax: The largest absolute value of those.
+        nonfinite: Number of values that are NaN or infinite.
+        norm: Square root of the sum of the squares of the finite values.
+        absmax: Largest absolute value of the finite values.
     """
 
     nonfinite: Array
@@ -52,7 +52,7 @@ class Magnitudes(Struct, frozen=True, eq=False, gc=False):
 
 
 def magnitudes(rows: Bytes, dtype: np.dtype[Any]) -> Magnitudes:
-    """Return the magnitudes of rows of values; those of an integer or a boolean are finite.
+    """Return the magnitudes of rows of values; integers and booleans are always finite.
 
     Args:
         rows: `[rows, bytes] uint8`, contiguous, at least one value in each row.
@@ -109,7 +109,7 @@ def _quick(values: Array) -> tuple[float, float] | None:
 
 
 def joined_norm(norms: Floats) -> float:
-    """Return the norm of what has these norms, without a square that is too large or too small."""
+    """Return the norm of parts with these norms; no square becomes too large or too small."""
     most = float(norms.max(initial=0.0))
     if not most:
         return 0.0
@@ -121,7 +121,6 @@ def _bounded(norm: float) -> float:
 
 
 def _squares(values: Array) -> Floats:
-    """Return the sum of squares of every row."""
     length = values.shape[1] // _RUN * _RUN
     runs = values[:, :length].reshape(len(values), -1, _RUN)
     found: Floats = np.vecdot(runs, runs).sum(axis=1, dtype=np.float64)
@@ -131,7 +130,6 @@ def _squares(values: Array) -> Floats:
 
 
 def _of_floats(values: Array) -> Magnitudes:
-    """Return the magnitudes of rows of floats of 32 or 64 bits."""
     squares = _squares(values)
     absmax = np.maximum(values.max(axis=1), -values.min(axis=1)).astype(np.float64)
     return _exact(squares, absmax, values)
@@ -186,8 +184,8 @@ def _widened(patterns: Array, shift: int) -> Array:
 def _of_small_floats(rows: Bytes, name: str) -> Magnitudes:
     """Return the magnitudes of rows of floats of 8 or 16 bits with gradual underflow.
 
-    Shifted to where a float of 32 bits has its exponent and its fraction, the pattern of a value is
-    that float, but for the bias: times a power of two it is the value, below the normal ones, too.
+    The pattern of a value, shifted to the exponent and the fraction of a float of 32 bits, is that
+    float but for the bias: times a power of two it is the value, even below the normal range.
     """
     fraction, bias, least = _ML_FLOATS[name]
     code = rows.view(np.uint16) if name == "float16" else rows
@@ -206,7 +204,7 @@ def _of_small_floats(rows: Bytes, name: str) -> Magnitudes:
 
 def _of_complex(values: Array) -> Magnitudes:
     found = _of_floats(np.abs(values.astype(np.complex128)))
-    # Infinite beyond the largest float, though both parts are finite.
+    # The absolute value may be infinite though both parts are finite.
     parts = values.view(values.real.dtype)
     if not found.nonfinite.any():
         return found

@@ -1,6 +1,6 @@
 """Replicas: chunks of an array that several devices hold, which should be equal. Pure.
 
-Each process reports the fingerprints of what it holds beside others; they are compared before a
+Each process reports the fingerprints of its chunks that have replicas; they are compared before a
 step is published.
 """
 
@@ -12,26 +12,22 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# What a process holds of a chunk: leaf, number of the chunk, and fingerprint. If its devices do not
-# agree, there is one for each fingerprint.
+# Copy of a chunk in a process: leaf, number of the chunk, and fingerprint. If the devices of the
+# process do not agree, there is one record for each fingerprint.
 COPY = np.dtype(
     [("process", "<u4"), ("leaf", "<u4"), ("number", "<u4"), ("fingerprint", "<u4", (2,))]
 )
 
 
 def no_copies() -> Array:
-    """Return copies of no chunk."""
     return np.zeros(0, COPY)
 
 
 def unequal_leaves(copies: Array) -> dict[int, tuple[int, ...]]:
     """Return the leaves whose replicas differ, by number, each with processes that have others.
 
-    Those are the processes with another fingerprint than most; where no fingerprint has more
-    holders than every other, all of them.
-
-    Args:
-        copies: What all processes hold.
+    These are the processes with another fingerprint than most; if no fingerprint has the most
+    holders, all of them.
     """
     keys = copies["leaf"].astype(np.uint64) << np.uint64(32) | copies["number"]
     words, processes = copies["fingerprint"].astype(np.uint64), copies["process"]

@@ -1,4 +1,4 @@
-"""Vital signs of arrays: records of boxes, whoever has made them, are joined to those of arrays."""
+"""Vital signs of arrays: records of boxes, made anywhere, are joined into records of arrays."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from ckpt._vitals.weights import CHANNELS, column_factors, row_factors
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-# The signs of a box, or of an array. A norm of -1 says that they are not known.
+# The signs of a box, or of an array. A norm of -1 means that they are unknown.
 SIGNS = np.dtype(
     [("fingerprint", "<u4", (CHANNELS,)), ("nonfinite", "<u8"), ("norm", "<f8"), ("absmax", "<f8")]
 )
 UNKNOWN = -1.0
 
 
-class VitalSigns(Struct, frozen=True, gc=False):
-    """What the values of an array come to, however it is sharded and cut into chunks.
+class LeafSigns(Struct, frozen=True, gc=False):
+    """Figures about the values of an array, the same however it is sharded and cut into chunks.
 
     Attributes:
-        fingerprint: 16 hex digits. Arrays of one shape and dtype that differ in a single bit have
-            another one; those that are equal have the same.
-        nonfinite: How many values are NaN or infinite.
-        norm: Square root of the sum of the squares of the finite ones.
-        absmax: The largest absolute value of those.
+        fingerprint: 16 hex digits. Two arrays of one shape and dtype have different fingerprints if
+            they differ in a single bit, and the same one if they are equal.
+        nonfinite: Number of values that are NaN or infinite.
+        norm: Square root of the sum of the squares of the finite values.
+        absmax: Largest absolute value of the finite values.
 
     Example:
         ```python
-        info = await ckpt.save("runs/signed", {"w": jnp.ones(4)}, vital_signs=True)
+        extensions = [ckpt.extensions.VitalSigns()]
+        info = await ckpt.save("runs/signed", {"w": jnp.ones(4)}, extensions=extensions)
         signs = (await ckpt.metadata(info.path)).tree["w"].vital_signs
         assert (signs.nonfinite, signs.norm) == (0, 2.0)
         ```
@@ -55,28 +56,28 @@ class Taker(Protocol):
 
 
 def no_signs(count: int) -> Array:
-    """Return records of arrays whose signs are not known."""
+    """Return records of arrays whose signs are unknown."""
     found = np.zeros(count, SIGNS)
     found["norm"] = UNKNOWN
     return found
 
 
 def are_known(records: Array) -> Array:
-    """Return for each record whether it has signs; numbers that no array has are none."""
+    """Return, for each record, whether it has signs; impossible numbers do not count."""
     norm, absmax = records["norm"], records["absmax"]
     known: Array = np.isfinite(norm) & (norm >= 0) & np.isfinite(absmax) & (absmax >= 0)
     return known
 
 
-def signs_of(record: Array) -> VitalSigns | None:
+def signs_of(record: Array) -> LeafSigns | None:
     """Return the signs of one record; None if it has none."""
     if not are_known(record):
         return None
     (one, two), nonfinite, norm, absmax = record.tolist()
-    return VitalSigns(f"{two:08x}{one:08x}", nonfinite, norm, absmax)
+    return LeafSigns(f"{two:08x}{one:08x}", nonfinite, norm, absmax)
 
 
-def record_of(signs: VitalSigns | None) -> Array:
+def record_of(signs: LeafSigns | None) -> Array:
     """Return the record of signs; the inverse of `signs_of`.
 
     Raises:
@@ -124,7 +125,7 @@ def whole_signs(arrays: Bytes, shape: Sequence[int], dtype: np.dtype[Any]) -> Ar
 
     Args:
         arrays: `[arrays, bytes] uint8`, contiguous; at least one byte.
-        shape: Their shape.
+        shape: Shape of each array.
         dtype: Dtype of the elements.
     """
     *outer, length = shape or (1,)
@@ -148,9 +149,9 @@ def join_signs(records: Array, owners: Array, count: int) -> Array:
     """Return the records of arrays from those of their boxes.
 
     Args:
-        records: Those of boxes that do not overlap and cover the arrays.
-        owners: For each box the number of its array.
-        count: How many arrays there are.
+        records: Records of boxes that do not overlap and that cover the arrays.
+        owners: Number of its array, for each box.
+        count: Number of arrays.
     """
     found = np.zeros(count, SIGNS)
     for channel in range(CHANNELS):

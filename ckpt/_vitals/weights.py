@@ -1,9 +1,9 @@
 """The weights of a fingerprint: an odd 32-bit number for every word of an array, in two channels.
 
 An index along a dimension has two digits. A weight is the product of a factor for each digit of
-each index. The lower digit along the last dimension is the *column*: its factor is another in each
-channel, and all others are the same in both. `docs/design/018-vital-signs.md` says why, and what
-for.
+each index. The lower digit along the last dimension is the *column*: its factor differs between the
+channels, and all other factors are the same in both. `docs/design/018-vital-signs.md` gives the
+reasons.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 Words = np.ndarray[Any, np.dtype[np.uint32]]
 
 CHANNELS = 2
-# The factors of a long dimension are those of two short ones.
+# Bits of the lower digit: the factors of a long dimension are those of two short ones.
 COLUMN_BITS = 12
 COLUMNS = 1 << COLUMN_BITS
 
 # 2**32 divided by the golden ratio: seeds that are far apart.
 _SEED = 0x9E3779B9
 _WORD = 0xFFFFFFFF
-# Up to here the factors of a range are remembered: 16 or 32 KiB each.
+# Longest range whose factors are cached: 16 or 32 KiB each.
 _MOST_KNOWN = 4096
 
 
@@ -40,7 +40,7 @@ def row_factors(offset: Sequence[int], shape: Sequence[int], start: int, stop: i
 
     Args:
         offset: First index of the box along every dimension but the last.
-        shape: Its lengths along those.
+        shape: Lengths of the box along those dimensions.
         start: The first row wanted, counted in C order.
         stop: The row after the last one.
     """
@@ -68,7 +68,7 @@ def high_factors(dimension: int, high: np.ndarray[Any, np.dtype[np.uint64]]) -> 
 
 
 def seed(dimension: int, table: int) -> int:
-    """Return what the factors of a dimension begin with, in one of its four tables."""
+    """Return the seed for the factors of a dimension, in one of its four tables."""
     return (_SEED * (1 + table + 4 * dimension)) & _WORD
 
 
@@ -107,7 +107,7 @@ def _column_table(channel: int, dimension: int) -> Words:
 
 
 def _odd(digits: Words, dimension: int, table: int) -> Words:
-    """Return an odd number for each value of a digit, other ones in each of the four tables.
+    """Return an odd number for each value of a digit, different in each of the four tables.
 
     The mixing function is `lowbias32` of Chris Wellons, which is in the public domain:
     https://nullprogram.com/blog/2018/07/31/

@@ -1,1 +1,1 @@
-"""The command `ckpt`: look at runs, check them, move them and tidy them up."""
+"""The command `ckpt`: inspect, check, move and tidy up runs."""

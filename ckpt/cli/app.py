@@ -1,4 +1,4 @@
-"""The command line: its commands, and how each of them ends."""
+"""The command line: its commands, and their exit status."""
 
 from __future__ import annotations
 
@@ -16,28 +16,25 @@ from ckpt.cli import commands, exit_status
 from ckpt.cli.output import Warnings, note, prepare_streams
 from ckpt.errors import CheckpointError
 
-# Shells set it to ask for completions; `ckpt completion` prints what does that.
+# Shells set this variable to ask for completions; `ckpt completion` prints the code for that.
 COMPLETION = "_CKPT_COMPLETE"
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 class _Commands(click.Group):
-    """The commands, each of which is imported when it is asked for."""
+    """The group of commands; a command is imported when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands, in the order of the help."""
         return list(commands.NAMES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return one command; None if there is none of that name."""
         return commands.load(cmd_name) if cmd_name in commands.NAMES else None
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command that was asked for."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            # click would print an empty line first.
+            # Caught here, since click would print an empty line first.
             note("ckpt: interrupted")
             raise click.exceptions.Exit(exit_status.INTERRUPTED) from None
 
@@ -73,7 +70,7 @@ def app() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command; return its exit status. What goes wrong is one line on standard error."""
+    """Run one command and return its exit status. An error is one line on standard error."""
     prepare_streams()
     if COMPLETION in os.environ:
         return shell_complete(app, {}, "ckpt", COMPLETION, os.environ[COMPLETION])
@@ -81,7 +78,8 @@ def run(arguments: Sequence[str]) -> int:
     warnings = Warnings(logging.WARNING)
     logger.addHandler(warnings)
     try:
-        # Not `app.main`, which would end the process itself when a reader goes away.
+        # Not `app.main`, which would end the process itself when the reader of the output goes
+        # away.
         with app.make_context("ckpt", list(arguments)) as context:
             status = app.invoke(context)
         sys.stdout.flush()
@@ -97,17 +95,17 @@ def run(arguments: Sequence[str]) -> int:
         note(f"ckpt: {error.format_message()} See '{command} --help'.")
         return exit_status.USAGE
     except CheckpointError as error:
-        # Lists of what is wrong have several lines. Arguments are options here.
-        for line in f"ckpt: {error}".replace("overwrite=True", "--overwrite").split("\n"):
+        # An error may list several problems in lines. In the command line, arguments are options.
+        for line in f"ckpt: {error}".replace("if_exists='replace'", "--overwrite").split("\n"):
             note(line)
         return exit_status.status_of(error)
     except BrokenPipeError:
-        # The interpreter would fail to flush what nobody reads.
+        # Otherwise the interpreter would fail to flush output that has no reader.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return exit_status.CLOSED_PIPE
     except OSError as error:
-        # Only the output is written outside of the library, whose errors are all its own.
+        # The library raises its own errors only, so this error is from writing the output.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         note(f"ckpt: the output cannot be written: {error.strerror or error}")

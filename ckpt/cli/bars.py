@@ -10,12 +10,12 @@ _MOST, _USUAL = 40, 80
 
 
 def line_width() -> int:
-    """Return the characters to a line: those of the terminal, or 80 where there is none."""
+    """Return the width of a line: that of the terminal, or 80 if there is none."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else _USUAL
 
 
 def bars(rows: Sequence[tuple[str, int]]) -> Iterator[str]:
-    """Yield one line for each label with a count, with a bar as long as its share of the most."""
+    """Yield one line for each label with a count, with a bar in proportion to the largest count."""
     texts = [f"{count:,}" for _, count in rows]
     labels = max((len(label) for label, _ in rows), default=0)
     numbers = max(map(len, texts), default=0)
@@ -23,7 +23,7 @@ def bars(rows: Sequence[tuple[str, int]]) -> Iterator[str]:
     most = max((count for _, count in rows), default=0) or 1
     mark = _mark()
     for (label, count), text in zip(rows, texts, strict=True):
-        # Whatever is there is seen.
+        # A count above 0 has a visible bar.
         length = max(round(count / most * room), 1) if count else 0
         yield f"{label:>{labels}}  {text:>{numbers}}  {mark * length}".rstrip()
 

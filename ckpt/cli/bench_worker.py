@@ -1,6 +1,6 @@
-"""The process in which `ckpt bench` saves, and each of those in which it restores.
+"""The process in which `ckpt bench` saves, and the processes in which it restores.
 
-It is told what to do on its input, a step at a time, and answers with a line of JSON.
+A process gets its work on its input, one step at a time, and answers with a line of JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ITEM_BYTES = 4
 
 
 def main() -> None:
-    """Save or restore, as the arguments say: what, the root, and the bytes of the state."""
+    """Save or restore as the arguments say: the work, the root, and the bytes of the state."""
     what, root, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
     try:
         work = {"save": _saves, "restore": _restores}[what](root, nbytes // _LEAVES // _ITEM_BYTES)
@@ -45,7 +45,7 @@ def _saves(root: str, length: int) -> Callable[[int], dict[str, float]]:
             for number in range(_LEAVES)
         }
     ]
-    # Every save has other bytes, in the same memory.
+    # Every save has other bytes in the same memory.
     change = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
 
     def save(step: int) -> dict[str, float]:
@@ -76,7 +76,7 @@ def _restores(root: str, length: int) -> Callable[[int], dict[str, float]]:
 
     def restore(step: int) -> dict[str, float]:
         began = time.perf_counter()
-        with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+        with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
             jax.block_until_ready(mgr.restore(step, like))  # type: ignore[no-untyped-call]
             return {"restore": time.perf_counter() - began}
 
@@ -86,8 +86,8 @@ def _restores(root: str, length: int) -> Callable[[int], dict[str, float]]:
 def _touch_memory(nbytes: int) -> None:
     """Touch memory and give it back.
 
-    Memory that a virtual machine gave back to its host is several times as slow to touch as memory
-    that was used a moment ago, and that says nothing of the restore.
+    Memory that a virtual machine has returned to its host is several times slower to touch than
+    memory that was used a moment ago. That delay says nothing about the restore.
     """
     with mmap.mmap(-1, nbytes) as region:
         region[:: mmap.PAGESIZE] = bytes(len(range(0, nbytes, mmap.PAGESIZE)))

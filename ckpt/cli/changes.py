@@ -1,4 +1,4 @@
-"""Views of how checkpoints differ, for the commands that show it."""
+"""Views of the differences between checkpoints, for the commands that show them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ckpt._inspection.differences import ChangedText, CheckpointDifferences, Com
 from ckpt.cli.tables import table
 from ckpt.cli.text import count_text
 
-# Below a table with norms.
+# Line below a table with norms.
 NORMS = "norms are of each array by itself; the norm of the difference may be larger or smaller"
 
 
 def difference_lines(found: CheckpointDifferences) -> Iterator[str]:
-    """Yield the tables of what differs."""
+    """Yield the tables of the differences."""
     rows = [
         *(("removed", _path(each.item, each.path), each.type_text, "") for each in found.removed),
         *(("added", _path(each.item, each.path), "", each.type_text) for each in found.added),
@@ -69,7 +69,7 @@ def _contents(array: ComparedArray, without_digests: str) -> str:
 
 
 def _signs(array: ComparedArray) -> tuple[str, str, str, str]:
-    """Return the norm before and after, how much it changed, the largest value, and notes."""
+    """Return the norm before and after, its change, the largest value, and notes."""
     if array.signs is None:
         return "", "", "", ""
     before, after = array.signs
@@ -87,7 +87,7 @@ def _signs(array: ComparedArray) -> tuple[str, str, str, str]:
 
 
 def _before_after(before: float | int, after: float | int) -> str:
-    # A largest value of -0.0 is 0.
+    # A largest value of -0.0 is shown as 0.
     texts = _number(abs(before)), _number(abs(after))
     return texts[0] if before == after else f"{texts[0]} -> {texts[1]}"
 

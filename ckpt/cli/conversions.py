@@ -1,4 +1,4 @@
-"""Checkpoints that are written anew, by the commands that do it."""
+"""Conversions of checkpoints, for the commands that write them."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from typing import Any
 
 from msgspec import Struct
 
-from ckpt._inspection.places import RunRoot, look_at
+from ckpt._inspection.locations import RunRoot, locate
 from ckpt._redaction import redact
+from ckpt._settings import IfTaken
 from ckpt.cli.output import printable
 from ckpt.cli.progress import progress
-from ckpt.cli.text import count_text, size_text
+from ckpt.cli.text import count_text, format_bytes
 from ckpt.errors import InvalidArgumentError
 
 _BUDGET_BYTES = 256 << 20
 
 
 class WrittenCheckpoint(Struct, frozen=True):
-    """What a command has written.
+    """The result of a command that writes a checkpoint.
 
     Attributes:
-        path: Where it is.
+        path: Path of the result.
         format: Its format.
         step: Its number, or None.
-        arrays: How many arrays it has; None if that was not counted.
+        arrays: Number of its arrays; None if they were not counted.
         nbytes: Bytes of its arrays.
-        seconds: How long it took; None if that was not measured.
+        seconds: Duration of the conversion; None if it was not measured.
     """
 
     path: str
@@ -38,8 +39,8 @@ class WrittenCheckpoint(Struct, frozen=True):
 
 
 async def one_checkpoint(path: str) -> str:
-    """Return the path of a checkpoint; of a root, that of its latest step."""
-    found = await look_at(path)
+    """Return the path of a checkpoint; for a root, the path of its latest step."""
+    found = await locate(path)
     if not isinstance(found, RunRoot):
         return path
     return f"{found.location}/{(await found.index.found(None)).step_dir}"
@@ -55,18 +56,18 @@ def written(
     *,
     overwrite: bool,
 ) -> WrittenCheckpoint:
-    """Convert one checkpoint, or the mean of several, with a line about the progress.
+    """Convert one checkpoint, or the mean of several, with a progress line.
 
     Args:
-        name: What the line says.
+        name: Text of the progress line.
         source: The checkpoint; or several, each with its weight.
-        target: Where the new one goes.
+        target: Path of the result.
         format: Its format, as `ckpt.convert` takes it.
         at: The branch, or None.
         step: Its number, or None.
-        overwrite: Whether what is there is replaced.
+        overwrite: True to replace an existing checkpoint.
     """
-    from ckpt._api.conversion import Conversion, convert_call
+    from ckpt._calls.conversion import Conversion, convert_call
     from ckpt._runtime.loop import call_once
 
     with progress(name) as line:
@@ -80,8 +81,9 @@ def written(
                     raise InvalidArgumentError(f"{path} is given twice")
                 found[path] = weight
             whole: Any = next(iter(found)) if isinstance(source, str) else found
+            if_exists: IfTaken = "replace" if overwrite else "error"
             call = convert_call(
-                whole, target, format, at, None, step, None, overwrite, _BUDGET_BYTES, (line,)
+                whole, target, format, at, None, step, None, if_exists, _BUDGET_BYTES, (line,)
             )
             return await call()
 
@@ -91,11 +93,11 @@ def written(
 
 
 def written_view(done: WrittenCheckpoint) -> Iterator[str]:
-    """Yield one line about it."""
+    """Yield one line about the result."""
     parts = [
         "" if done.format == "ckpt" else done.format,
         "" if done.arrays is None else count_text(done.arrays, "array"),
-        size_text(done.nbytes),
+        format_bytes(done.nbytes),
         "" if done.seconds is None else f"{done.seconds:.2f} s",
     ]
     yield f"{printable(done.path)}: {', '.join(filter(None, parts))}"

@@ -1,4 +1,4 @@
-"""Durations and rates: as people write them, and as they read them."""
+"""Durations and rates: parsing of user input, and text for people."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import re
 
 import click
 
-from ckpt._tree.table import size_text
+from ckpt._tree.table import format_bytes
 
 _SECONDS = {"ms": 0.001, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _WRITTEN = re.compile(r"^([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|s|min|m|h|d|w)?\Z")
 
 
 class Duration(click.ParamType[float]):
-    """A duration such as `90`, `90s`, `1.5h`; it becomes a number of seconds."""
+    """A click type for durations such as `90`, `90s`, `1.5h`, converted to seconds."""
 
     name = "duration"
 
     def __init__(self, *, zero: bool = False) -> None:
-        """Take durations above 0, or also 0."""
+        """Accept durations above 0; with `zero`, also 0."""
         self._zero = zero
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Return the seconds."""
+        """Return the number of seconds."""
         if isinstance(value, float):
             return value
         found = _WRITTEN.match(str(value).strip())
@@ -37,7 +37,7 @@ class Duration(click.ParamType[float]):
 
 
 def seconds_text(seconds: float | None) -> str:
-    """Return a duration in the unit that suits it; `-` for none."""
+    """Return a duration in a suitable unit; `-` for None."""
     if seconds is None:
         return "-"
     for unit, least in (("d", 2 * 86_400), ("h", 2 * 3600), ("min", 120), ("s", 1)):
@@ -47,14 +47,14 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def _digits(value: float) -> str:
-    """Return a number with three digits, but never with an exponent."""
+    """Return a number with three digits, never with an exponent."""
     text = f"{value:.3g}"
     return f"{value:.0f}" if "e" in text else text
 
 
 def rate_text(rate: float | None) -> str:
-    """Return bytes per second; `-` for none."""
-    return "-" if rate is None else f"{size_text(round(rate))}/s"
+    """Return a rate in bytes per second as text; `-` for None."""
+    return "-" if rate is None else f"{format_bytes(round(rate))}/s"
 
 
 _SIZES: dict[str, int] = {
@@ -67,14 +67,14 @@ _SIZE = re.compile(r"^([0-9]+(?:\.[0-9]*)?)\s*([a-zA-Z]*)\Z")
 
 
 class ByteSize(click.ParamType[int]):
-    """A number of bytes such as `1GiB` or `500MB`."""
+    """A click type for numbers of bytes such as `1GiB` or `500MB`."""
 
     name = "size"
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> int:
-        """Return the bytes."""
+        """Return the number of bytes."""
         if isinstance(value, int):
             return value
         found = _SIZE.match(str(value).strip())

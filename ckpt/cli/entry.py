@@ -1,4 +1,4 @@
-"""Where the command begins: it says what is missing if its libraries are not installed."""
+"""Entry point of the command; prints which of its libraries are not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exit status of the command, and which errors lead to which."""
+"""Exit status of the command, and its choice by the class of the error."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ckpt.errors import (
 )
 
 OK = 0
-# Damage, a difference, or another thing that the command is there to find.
+# Damage, a difference, or another finding of the command.
 FOUND = 1
-# Wrong arguments, or a path at which there is not what the command needs.
+# Wrong arguments, or a path that does not have what the command needs.
 USAGE = 2
 # The storage cannot be reached, or refuses.
 UNREACHABLE = 3
@@ -29,7 +29,7 @@ _NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR)
 
 
 def status_of(error: CheckpointError) -> int:
-    """Return the exit status that an error leads to."""
+    """Return the exit status for an error."""
     if isinstance(error, _FOUND):
         return FOUND
     if isinstance(error, StorageError):

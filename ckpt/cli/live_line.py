@@ -1,4 +1,4 @@
-"""A line at the bottom of a terminal that changes, with lines above it that stay."""
+"""A changing line at the bottom of a terminal, below lines that stay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CLEARED = "\r\x1b[K"
 
 
 class LiveLine:
-    """The line. Where the output is no terminal, there is none, and only the others are written."""
+    """The changing line. If the output is not a terminal, only the lines that stay are written."""
 
     def __init__(self) -> None:
         self._is_shown = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
@@ -28,7 +28,7 @@ class LiveLine:
         self._draw()
 
     def show(self, text: str) -> None:
-        """Change what the line says."""
+        """Change the text of the line."""
         if self._is_shown and printable(text) != self._text:
             self._clear()
             self._text = printable(text)
@@ -40,7 +40,7 @@ class LiveLine:
 
     def _draw(self) -> None:
         if self._text:
-            # In the last column, some terminals go to the next line.
+            # The last column stays empty: when it is filled, some terminals go to the next line.
             width = shutil.get_terminal_size().columns - 1
             fits = cell_len(self._text) <= width
             sys.stdout.write(self._text if fits else set_cell_size(self._text, max(width, 0)))

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import click
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Shells complete it as a path; it stays the text that was given, since it may be a URL. What is
-# there is looked at later, by what says more of it.
+# Shells complete it as a path. It stays the given text, since it may be a URL; later code checks
+# the path, with better messages.
 PATH = click.Path(readable=False)
 
 path: Callable[[F], F] = click.argument("path", type=PATH)

@@ -1,4 +1,4 @@
-"""What the command prints: records as text for people, or as JSON for programs."""
+"""Output of the command: records as text for people, or as JSON for programs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import msgspec
 from ckpt._inspection.json_values import json_text
 
 T = TypeVar("T")
-# The line that is shown until something else is printed.
+# The line that is shown until anything else is printed; empty if there is none.
 _shown: list[str] = []
 
 
 def show(record: T, view: Callable[[T], Iterable[str]], *, as_json: bool) -> None:
-    """Print a record, as JSON or as the lines that `view` makes of it for people."""
+    """Print a record, as JSON or as the lines of `view` for people."""
     if as_json:
         show_json(record)
     else:
@@ -27,10 +27,10 @@ def show(record: T, view: Callable[[T], Iterable[str]], *, as_json: bool) -> Non
 
 
 def show_lines(lines: Iterable[str]) -> None:
-    """Print lines. Styles are used on a terminal only, and not where `NO_COLOR` is set."""
+    """Print lines. Styles are used only on a terminal, and not if `NO_COLOR` is set."""
     text = "".join(f"{line}\n" for line in lines)
     hide_line()
-    # click.echo would send UTF-8 to a terminal that says it shows ASCII.
+    # Not click.echo, which would send UTF-8 to a terminal whose encoding is ASCII.
     sys.stdout.write(text if _takes_styles() else click.unstyle(text))
     sys.stdout.flush()
 
@@ -52,14 +52,14 @@ def show_json(record: object) -> None:
 
 
 def note(text: str) -> None:
-    """Tell people something that is not the result, on standard error."""
+    """Print a message that is not the result to standard error."""
     hide_line()
     sys.stderr.write(f"{printable(text)}\n")
 
 
 def show_line(text: str) -> None:
-    """Show a line on standard error that stays until the next one, or until anything is printed."""
-    # It begins with going back, so that no line is ever left above.
+    """Show a line on standard error until the next one, or until anything else is printed."""
+    # The carriage return first ensures that no line is ever left above.
     sys.stderr.write(f"\r{text}\x1b[K")
     sys.stderr.flush()
     _shown.append(text)
@@ -80,7 +80,7 @@ def printable(text: str) -> str:
 
 
 def prepare_streams() -> None:
-    """Let no character that the terminal lacks end the command."""
+    """Make streams escape characters that the terminal lacks, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -90,5 +90,5 @@ class Warnings(logging.Handler):
     """Prints the warnings of the library as lines on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one."""
+        """Print one warning."""
         note(f"{record.levelname.lower()}: {record.getMessage()}")

@@ -1,7 +1,7 @@
-"""The progress of a command: one line on standard error, on a terminal only.
+"""The progress of a command: one line on standard error, only on a terminal.
 
-It shows what is done, how fast, and how much time is left, in as many columns as there are. It is
-redrawn in place, and gone before anything else is printed.
+It shows the share that is done, the speed and the time left, in as many columns as there are. It is
+redrawn in place, and removed before anything else is printed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from rich.cells import cell_len, set_cell_size
 
 from ckpt._events import Event
 from ckpt.cli.output import hide_line, printable, show_line
-from ckpt.cli.text import size_text
+from ckpt.cli.text import format_bytes
 
-# What takes less time shows nothing, since it would only flicker; and how often a line is drawn.
+# Shorter work shows nothing, since a line would only flicker; and the pause between two drawings.
 _DELAY_SECONDS, _PAUSE_SECONDS = 0.3, 0.1
 _LEAST_BAR, _MOST_BAR = 10, 40
 _MOST = 0.999
 
 
 class ProgressLine:
-    """One line about bytes that are moved. What moves them may call it from any one thread."""
+    """One line about bytes that are moved. Calls may come from any thread, but only from one."""
 
     def __init__(self, name: str) -> None:
-        """Show `name` in front."""
+        """Show `name` at the beginning of the line."""
         self._name = name
         self._began = time.monotonic()
         self._drawn = self._began + _DELAY_SECONDS - _PAUSE_SECONDS
@@ -39,11 +39,11 @@ class ProgressLine:
         self._is_on = _is_terminal()
 
     def name(self, text: str) -> None:
-        """Show another name from now on."""
+        """Change the name at the beginning of the line."""
         self._name = text
 
     def expect(self, nbytes: int) -> None:
-        """Count on that many bytes more."""
+        """Add to the expected bytes."""
         self._total = (self._total or 0) + nbytes
         self._draw()
 
@@ -53,7 +53,7 @@ class ProgressLine:
         self._draw()
 
     def __call__(self, event: Event) -> None:
-        """Take an event of the library, as an observer."""
+        """Receive an event of the library, as an observer."""
         if event.phase == "plan":
             self.expect(event.nbytes)
         elif event.phase in ("read", "stage"):
@@ -64,21 +64,21 @@ class ProgressLine:
         if not self._is_on or now - self._drawn < _PAUSE_SECONDS:
             return
         self._drawn = now
-        # The last column stays empty: some terminals go to the next line when it is filled.
+        # The last column stays empty: when it is filled, some terminals go to the next line.
         show_line(self._text(now - self._began, shutil.get_terminal_size().columns - 1))
 
     def _text(self, seconds: float, width: int) -> str:
         rate = self._done / max(seconds, 1e-6)
-        speed = f"{size_text(int(rate))}/s"
+        speed = f"{format_bytes(int(rate))}/s"
         name = printable(self._name)
         if not self._total:
-            return _fitted(f"{name}  {size_text(self._done)}  {speed}", width)
+            return _fitted(f"{name}  {format_bytes(self._done)}  {speed}", width)
         share = min(self._done / self._total, _MOST)
         left = (self._total - self._done) / rate if rate else 0.0
         part = f"{100 * share:3.0f}%"
         clock = f"{timedelta(seconds=max(int(left), 0))} left"
-        amount = f"{part} of {size_text(self._total)}"
-        # The first that fits; what matters most is in all of them.
+        amount = f"{part} of {format_bytes(self._total)}"
+        # The first form that fits is shown; the most important figures are in all of them.
         for front, back in (
             (name, f"{amount}  {speed}  {clock}"),
             (name, f"{part}  {speed}  {clock}"),
@@ -93,7 +93,7 @@ class ProgressLine:
 
 @contextmanager
 def progress(name: str) -> Iterator[ProgressLine]:
-    """Show the progress of the body; afterwards the line is gone."""
+    """Show the progress of the body, and remove the line afterwards."""
     line = ProgressLine(name)
     try:
         yield line

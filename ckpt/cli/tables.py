@@ -1,6 +1,6 @@
-"""Tables of plain text: aligned columns, without lines, cut to the width of the terminal.
+"""Tables of plain text: aligned columns without rules, cut to the width of the terminal.
 
-A table of 1,000 rows takes 5 ms; one of rich takes 300.
+A table of 1,000 rows takes 5 ms; with rich, it takes 300 ms.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def table(
     Args:
         headers: Names of the columns; a column without any text is left out.
         rows: The cells of every row.
-        right: The columns that hold numbers, which are aligned at their end.
-        width: Characters to a line; None for the width of the terminal, and for no limit where the
-            output goes to a file or a pipe.
+        right: Names of columns with numbers, which are right-aligned.
+        width: Characters of a line; None for the width of the terminal, or no limit if the output
+            is a file or a pipe.
     """
     cells = [[printable(cell) for cell in row] for row in rows]
-    # Names of metrics are headers, too.
+    # Headers may be names of metrics.
     right = [printable(name) for name in right]
     headers = [printable(name) for name in headers]
     kept = [n for n in range(len(headers)) if any(row[n] for row in cells)]
@@ -51,7 +51,7 @@ def table(
 
 
 def fields(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield one line for each name with a text; those without a text are left out."""
+    """Yield one line for each name with a text; names without a text are left out."""
     shown = [(name, printable(text)) for name, text in pairs if text]
     width = max((cell_len(name) for name, _ in shown), default=0)
     for name, text in shown:
@@ -63,7 +63,7 @@ def _line_width() -> int:
 
 
 def _shrunk(widths: Sequence[int], limit: int) -> list[int]:
-    """Return widths that fit a line, if possible: the widest columns give room first."""
+    """Return widths that fit a line if possible; the widest columns shrink first."""
     found = list(widths)
     over = sum(found) + len(_GAP) * (len(found) - 1) - limit
     while over > 0 and max(found, default=0) > _LEAST_WIDTH:

@@ -1,14 +1,14 @@
-"""Figures as people read them."""
+"""Figures as text for people."""
 
 from __future__ import annotations
 
-from ckpt._tree.table import size_text as size_text
+from ckpt._tree.table import format_bytes as format_bytes
 
 _UNITS = ((86_400 * 365.25, "y"), (86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def age_text(seconds: float | None) -> str:
-    """Return how long ago something was, in its largest unit: `3 h`."""
+    """Return an age in its largest unit, such as `3 h`; `-` for None."""
     if seconds is None:
         return "-"
     for length, unit in _UNITS:
@@ -23,5 +23,5 @@ def count_text(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def metric_text(value: float | None) -> str:
-    """Return a metric; None stands for one that is not finite."""
+    """Return a metric as text; None means that it is not finite."""
     return "not finite" if value is None else f"{value:.6g}"

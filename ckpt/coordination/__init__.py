@@ -1,7 +1,7 @@
-"""Several processes of one job: who they are, what they share, and what they do together.
+"""Several processes of one job: their numbers, their shared values, and their joint operations.
 
-A manager finds its job by itself: that of `jax.distributed` where that was initialized, else this
-process alone. Another one is an object with the methods of `Coordinator`, given as
+A manager finds its job by itself: the job of `jax.distributed` if that was initialized, else this
+process alone. For another job, pass an object with the methods of `Coordinator` as
 `CheckpointManager(coordinator=...)`.
 """
 

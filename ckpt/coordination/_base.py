@@ -1,4 +1,4 @@
-"""What a job of several processes has to offer."""
+"""The protocols of a job of several processes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Protocol, runtime_checkable
 class KeyValues(Protocol):
     """Values by name that all processes of a job share.
 
-    Names are words with `/` between them; those below one word are its folder. A value that is set
-    is never changed, except by `touch`. Values may have megabytes. Calls may come from any event
-    loop, and several at once. All raise `CoordinationError` where what is shared cannot be reached,
-    and may be cancelled; what a cancelled call was about to set may be set nevertheless.
+    Names are words with `/` between them; the names below a word are its folder. A value that is
+    set never changes, except by `touch`. Values may have megabytes. Calls may come from any event
+    loop, and several at once. All raise `CoordinationError` if the shared values cannot be reached.
+    All may be cancelled; a cancelled call may still set its value.
     """
 
     async def put(self, key: str, value: bytes) -> bool:
-        """Set a value; return False, and change nothing, where there is one: the first wins."""
+        """Set a value; if there is one, change nothing and return False: the first wins."""
         ...
 
     async def wait(self, key: str, seconds: float) -> bytes | None:
@@ -31,15 +31,15 @@ class KeyValues(Protocol):
         ...
 
     async def add(self, key: str) -> int:
-        """Count one up and return the count: 1, 2, 3 and so on, each to one caller only."""
+        """Increase a counter and return it: 1, 2, 3 and so on, each to one caller only."""
         ...
 
     async def drop(self, folder: str) -> None:
-        """Remove everything below `folder`; nothing there is fine."""
+        """Remove everything below `folder`, if there is anything."""
         ...
 
     async def touch(self, key: str, value: bytes) -> None:
-        """Set a value, or another one than before."""
+        """Set a value, or replace it."""
         ...
 
 
@@ -49,14 +49,14 @@ class Coordinator(Protocol):
 
     @property
     def process_index(self) -> int:
-        """Which process this is, from 0; 0 is the primary, which publishes."""
+        """Number of this process, from 0; process 0 is the primary, which publishes."""
         ...
 
     @property
     def process_count(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         ...
 
     def key_values(self) -> KeyValues:
-        """Return what the processes share."""
+        """Return the values that the processes share."""
         ...

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 async def acted(operation: Operation, act: Callable[[], Awaitable[T]]) -> T:
-    """Return what `act` gives, and let the others know meanwhile that this process lives."""
+    """Return the result of `act`; meanwhile, show the others that this process lives."""
     with located():
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(operation.watch)
@@ -31,11 +31,11 @@ async def acted(operation: Operation, act: Callable[[], Awaitable[T]]) -> T:
 async def together(operation: Operation) -> AsyncIterator[None]:
     """Run the body on all processes; it succeeds on all of them, or fails on all.
 
-    `operation` is either final then, or has failed.
+    Afterwards `operation` is either final, or has failed.
 
     Raises:
-        CheckpointError: What was raised on one of them, on all of them.
-        CoordinationTimeoutError: One of them gives no sign of life.
+        CheckpointError: The error that one of them raised, on all of them.
+        CoordinationTimeoutError: A process gives no sign of life.
     """
     try:
         with located():
@@ -48,7 +48,7 @@ async def together(operation: Operation) -> AsyncIterator[None]:
                 await operation.conclude(None if every is None else b"")
                 tasks.cancel_scope.cancel()
     except BaseException as error:
-        # All raise what the first one met, so that all go on in the same way.
+        # All raise the first error, so that all go on in the same way.
         agreed = await operation.settle(error)
         if agreed is error:
             raise
@@ -56,9 +56,9 @@ async def together(operation: Operation) -> AsyncIterator[None]:
 
 
 async def gathered(operation: Operation, value: Any, name: str) -> list[Any]:
-    """Return the JSON value that every process gives, in their order; each waits for all.
+    """Return the JSON values of all processes, in their order; each waits for all.
 
-    Once of every name in an operation, of which it is a part.
+    The gathering is a part of an operation; a name can be used once in an operation.
     """
     found: list[Any] = await concluded(operation, value, name, lambda every: every)
     return found
@@ -67,14 +67,14 @@ async def gathered(operation: Operation, value: Any, name: str) -> list[Any]:
 async def concluded(
     operation: Operation, value: Any, name: str, conclude: Callable[[list[Any]], Any]
 ) -> Any:
-    """Return what the primary makes of the JSON values that all processes give; each waits for it.
+    """Return the result that the primary makes of the JSON values of all; each waits for it.
 
-    Once of every name in an operation, of which it is a part.
+    It is a part of an operation; a name can be used once in an operation.
 
     Args:
-        operation: What all processes do.
-        value: What this one gives.
-        name: Of the part.
+        operation: The operation of all processes.
+        value: The value of this process.
+        name: Name of the part.
         conclude: Called on the primary with the values, in the order of the processes; returns a
             JSON value.
     """

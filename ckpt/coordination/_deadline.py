@@ -17,17 +17,17 @@ class DeadlineKeyValues:
     """Values below the name of an operation.
 
     Every request ends within the time limit, and raises errors of this library only:
-    `CoordinationError`, and `CoordinationTimeoutError` where there is no answer.
+    `CoordinationError`, and `CoordinationTimeoutError` if there is no answer.
     """
 
     def __init__(self, values: KeyValues, name: str, label: str, seconds: float) -> None:
-        """Make it.
+        """Put a time limit on shared values.
 
         Args:
-            values: What the processes share.
-            name: What all keys begin with.
-            label: What is done by whom, for messages.
-            seconds: How long an answer may take.
+            values: The values that the processes share.
+            name: Beginning of all keys.
+            label: The process and its action, for messages.
+            seconds: Time limit of an answer.
         """
         self._values = values
         self._name = name
@@ -46,7 +46,7 @@ class DeadlineKeyValues:
         return await self._ask(self._values.wait(f"{self._name}/{key}", seconds), seconds)
 
     async def touch(self, key: str, value: bytes) -> None:
-        """Set a value, or another one than before."""
+        """Set a value, or replace it."""
         await self._ask(self._values.touch(f"{self._name}/{key}", value))
 
     async def numbered(self, folder: str, count: int) -> dict[int, bytes]:

@@ -17,7 +17,7 @@ from ckpt.errors import (
     TargetMismatchError,
 )
 
-# What another process says may choose between these, and nothing else.
+# Types of errors that another process may name; nothing else is looked up.
 _KINDS: dict[str, type[CheckpointError]] = {
     name: kind
     for name, kind in vars(errors).items()
@@ -30,20 +30,20 @@ _MOST_PROBLEMS = 100
 def pack_error(error: BaseException, who: str) -> bytes:
     """Return `error`, met by the process that messages call `who`, as bytes for the others.
 
-    To be called in an event loop. An error of another library becomes a `CheckpointError`
-    that names its type. Secrets are taken out.
+    Call it in an event loop. An error of another library becomes a `CheckpointError` that names its
+    type. Secrets are taken out.
     """
     error = _one_of(error)
     if isinstance(error, anyio.get_cancelled_exc_class()):
         error = errors.CommitCancelledError("it was cancelled there")
     elif not isinstance(error, CheckpointError):
         error = CheckpointError(f"{type(error).__name__}: {error}")
-    # The nearest class that the others know, for those that users derived.
+    # The nearest class that the others know, in case a user derived the class.
     kind = next(each for each in type(error).__mro__ if _KINDS.get(each.__name__) is each)
     said = {
         "kind": kind.__name__,
         "who": who,
-        # Redacted again, for it may have been changed; and before it is cut.
+        # Redacted again, since the message may have been changed; and redacted before it is cut.
         "message": redact(str(error.message))[:_MOST_CHARACTERS],
         "step": error.step,
         "item": error.item,
@@ -56,9 +56,9 @@ def pack_error(error: BaseException, who: str) -> bytes:
 
 
 def unpack_error(data: bytes) -> CheckpointError:
-    """Return the error that another process met; its message says who that was.
+    """Return the error that another process met; its message names the process.
 
-    Bytes that are none of `pack_error` give a `CoordinationError` that says so.
+    Bytes that `pack_error` did not make become a `CoordinationError`.
     """
     try:
         said = json.loads(data)
@@ -89,7 +89,7 @@ def unpack_error(data: bytes) -> CheckpointError:
 
 
 def _one_of(error: BaseException) -> BaseException:
-    """Return the error of a group that says most: the first of this library's, or the first."""
+    """Return the most telling error of a group: the first of this library, or else the first."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     found = [_one_of(each) for each in error.exceptions]

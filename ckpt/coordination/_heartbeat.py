@@ -1,7 +1,7 @@
-"""Heartbeats: signs of life that processes give each other, and who has been silent too long.
+"""Heartbeats: signs of life of processes, and which of them have been silent for too long.
 
-`Pulse` gives those of this process in one operation, `Signs` notes when the others gave theirs, and
-`beating` gives them in phases that transfer no bytes.
+`Pulse` gives the signs of this process in one operation, `Signs` notes when the others gave theirs,
+and `beating` gives signs in phases that transfer no bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Stage = Literal["begin", "write", "publish"]
 
 _MOST_NAMED = 20
-# How long an error may be held up so that it says on which hosts.
+# Longest delay of an error, in seconds, for naming the hosts in it.
 _NAMES_SECONDS = 0.5
 _PROCESSES = "processes"
 _STAGES: dict[Stage, str] = {
@@ -41,12 +41,12 @@ _MOST_BEATS = 10 * _BEATS
 
 
 def hello(beat: int = 0, doing: str = "") -> bytes:
-    """Return a sign of life of this process, another one for each `beat`."""
+    """Return a sign of life of this process, different for each `beat`."""
     return json.dumps([beat, socket.gethostname(), os.getpid(), doing]).encode()
 
 
 def who(index: int, count: int, sign: bytes | None = None) -> str:
-    """Return how messages call a process, with its host and pid where a sign of it is known."""
+    """Return the name of a process for messages, with its host and pid if a sign of it is known."""
     text = f"process {index} of {count}"
     with contextlib.suppress(ValueError, TypeError):
         _, host, pid, doing = json.loads(sign or b"")
@@ -55,18 +55,18 @@ def who(index: int, count: int, sign: bytes | None = None) -> str:
 
 
 async def introduce(key_values: KeyValues, index: int, doing: str = "") -> None:
-    """Tell the others on which host this process runs, and what it is about to do with them.
+    """Publish the host of this process, and the operation that it is about to join.
 
-    Messages can then say so of a process that never came to an operation.
+    Messages can then name both for a process that never came to an operation.
 
     Raises:
-        CoordinationError: What the processes share cannot be reached.
+        CoordinationError: The shared values cannot be reached.
     """
     await key_values.touch(f"{_PROCESSES}/{index}", hello(doing=doing))
 
 
 async def _introductions(key_values: KeyValues, processes: Iterable[int]) -> dict[int, bytes]:
-    """Return what `processes` have said with `introduce`, as far as it can be had."""
+    """Return the introductions of `processes`, as far as they can be read."""
     found: dict[int, bytes] = {}
     with contextlib.suppress(CoordinationError):
         for index in processes:
@@ -80,12 +80,7 @@ class Pulse:
     """Signs of life of this process in an operation and all parts of it: one counts for all."""
 
     def __init__(self, shared: DeadlineKeyValues, index: int) -> None:
-        """Make it; no sign is given yet.
-
-        Args:
-            shared: The values of the operation.
-            index: Which process this is.
-        """
+        """Make a pulse; no sign is given yet."""
         self._shared = shared
         self._index = index
         self._moved = 0
@@ -94,21 +89,20 @@ class Pulse:
         self._beat_at = 0.0
 
     def advance(self, amount: int) -> None:
-        """Say that so many bytes were moved; `show_moves` lets the others know."""
+        """Note that so many bytes were moved; `show_moves` lets the others know."""
         self._moved += amount
 
     def is_due(self, seconds: float) -> bool:
-        """Tell whether the last sign was given as long ago."""
+        """Return True if the last sign was given at least `seconds` ago."""
         return anyio.current_time() - self._beat_at >= seconds
 
     async def show_moves(self) -> None:
-        """Give a sign if something has moved since the last one for which it had."""
+        """Give a sign if bytes have moved since the last sign of this kind."""
         if self._moved != self._shown:
             self._shown = self._moved
             await self.show()
 
     async def show(self) -> None:
-        """Give a sign."""
         self._beat += 1
         self._beat_at = anyio.current_time()
         await self._shared.touch(f"life/{self._index}", hello(self._beat))
@@ -126,14 +120,14 @@ class Pulse:
 async def beating(
     operation: Operation, advance: Callable[[int], None] | None = None
 ) -> AsyncIterator[None]:
-    """Let the others know, while the body runs, that this process lives.
+    """Show the others, while the body runs, that this process lives.
 
     Works without `Operation.watch`, as in shielded code; ends after ten times the time limit.
 
     Args:
         operation: The operation in which the others wait.
-        advance: Called instead of the operation's own `advance`, where this process is waited for
-            in further operations.
+        advance: Called instead of the operation's own `advance`, if others wait for this process in
+            further operations.
     """
     with located():
         async with anyio.create_task_group() as tasks:
@@ -150,7 +144,7 @@ async def _beat(operation: Operation, advance: Callable[[int], None]) -> None:
 
 
 class Signs:
-    """When each of the processes waited for was last heard of."""
+    """The time at which each awaited process was last heard of."""
 
     def __init__(self, processes: Iterable[int], now: float) -> None:
         """Begin to wait for `processes`."""
@@ -158,16 +152,16 @@ class Signs:
         self._heard = dict.fromkeys(processes, now)
 
     def see(self, index: int, sign: bytes, now: float) -> None:
-        """Take note of what a process says; only what is new counts."""
+        """Note a sign of a process; only a new sign counts."""
         if index in self._heard and self._last.get(index) != sign:
             self._last[index], self._heard[index] = sign, now
 
     def arrived(self, index: int) -> None:
-        """Wait no longer for a process."""
+        """Stop waiting for a process."""
         self._heard.pop(index, None)
 
     def silent(self, now: float, seconds: float) -> list[int]:
-        """Return those of whom nothing new was heard for `seconds`."""
+        """Return the processes without a new sign for `seconds`."""
         return sorted(index for index, heard in self._heard.items() if now - heard >= seconds)
 
     def patience(self, index: int, now: float, seconds: float) -> float:
@@ -180,7 +174,7 @@ class Signs:
 
 
 async def missing_text(missing: list[int], count: int, signs: Signs, values: KeyValues) -> str:
-    """Return who is missing, in words: those who came and went quiet, and those who never came."""
+    """Return the missing processes as text: those gone silent, and those that never came."""
     quiet = [index for index in missing if signs.last(index) is not None]
     absent = [index for index in missing if signs.last(index) is None]
     known: dict[int, bytes] = {}

@@ -1,10 +1,10 @@
 """The coordination service of `jax.distributed`: the only file that uses private modules of jax.
 
 The service runs in process 0. Its client blocks the calling thread, without holding the GIL, and
-its calls cannot be stopped: a short request runs in a worker thread that is left behind when the
-caller is cancelled, and waiting for a value is one long request in a thread of its own, shared by
-all who wait for that value. The service forgets a request only when it has answered it, and each
-one open takes some 16 KB of process 0; so waiting does not mean asking again and again.
+its calls cannot be stopped. So a short request runs in a worker thread that is left behind when the
+caller is cancelled. Waiting for a value is one long request in a thread of its own, shared by all
+callers that wait for that value. The service forgets a request only when it has answered it, and
+each open request takes some 16 KB of process 0; so waiting does not repeat requests.
 
 Nothing in here runs anything on devices.
 """
@@ -40,8 +40,8 @@ _CALLS = (
     "key_value_try_get_bytes",
 )
 _VALUES, _PARTS, _COUNTS = "ckpt/values", "ckpt/parts", "ckpt/counts"
-# How long one request waits for a value. Threads of abandoned waits last as long,
-# and an operation that has ended leaves none: it has set all that it waited for.
+# Seconds that one request waits for a value. Threads of abandoned waits last as long. An operation
+# that has ended leaves none, since it has set all values that it waited for.
 _POLL_SECONDS = 300.0
 _EXIT_SECONDS = 30.0
 _MOST_REQUESTS = 16
@@ -53,7 +53,8 @@ class JaxDistributed:
     """The job that `jax.distributed.initialize` has joined.
 
     Raises:
-        CoordinationError: It was not called, or this version of jax lacks what is needed.
+        CoordinationError: `jax.distributed` was not initialized, or this version of jax lacks
+            functions that are needed.
 
     Example:
         ```python
@@ -89,20 +90,20 @@ class JaxDistributed:
         return self._count
 
     def key_values(self) -> KeyValues:
-        """Return what the service keeps; there from the first call to the end of process 0."""
+        """Return the service's values; they live from the first call to the end of process 0."""
         return self._shared
 
 
 def job_size() -> int:
-    """Return how many processes this job has, as far as jax knows; initializes nothing.
+    """Return the number of processes of this job, as far as jax knows; initializes nothing.
 
     Raises:
-        CoordinationError: There are several, but `jax.distributed` was not initialized.
+        CoordinationError: There are several processes, but `jax.distributed` was not initialized.
     """
     state = _state()
     if getattr(state, "client", None) is not None:
         return int(state.num_processes)
-    # Where no device was used yet, jax cannot know of several, and asking would use them.
+    # Before any device is used, jax cannot know of several processes, and asking would use devices.
     if _devices_are_in_use() and jax.process_count() > 1:
         raise CoordinationError(
             f"jax has {jax.process_count()} processes, but jax.distributed is not initialized, so "
@@ -153,7 +154,7 @@ class _Shared:
                 return value
         return None
 
-    # What follows blocks, and runs in threads.
+    # The methods below block, and run in threads.
 
     def _set(self, key: str, value: bytes, overwrite: bool) -> bool:
         head, parts = split(value)
@@ -162,7 +163,7 @@ class _Shared:
         try:
             self._client.key_value_set_bytes(f"{_VALUES}/{key}", head, allow_overwrite=overwrite)
         except jax.errors.JaxRuntimeError as error:
-            if not _is("ALREADY_EXISTS", error):
+            if not _has_code("ALREADY_EXISTS", error):
                 raise
             for name, _ in parts:
                 self._client.key_value_delete(f"{_PARTS}/{key}/{name}")
@@ -183,7 +184,7 @@ class _Shared:
         try:
             head = self._client.key_value_try_get_bytes(f"{_VALUES}/{key}")
         except jax.errors.JaxRuntimeError as error:
-            if _is("NOT_FOUND", error):
+            if _has_code("NOT_FOUND", error):
                 return None
             raise
         return self._join(key, head)
@@ -204,7 +205,7 @@ class _Shared:
             self._client.key_value_delete(f"{place}/{folder}/")
 
     def _poll(self, key: str) -> Future[bytes | None]:
-        """Return the open wait for a value, a new one if there is none."""
+        """Return the open wait for a value; a new one if there is none."""
         with self._guard:
             poll = self._polls.get(key)
             if poll is None:
@@ -232,10 +233,10 @@ class _Shared:
             )
             value = self._join(key, head)
         except Exception as error:
-            if not _is("DEADLINE_EXCEEDED", error):
+            if not _has_code("DEADLINE_EXCEEDED", error):
                 failure = self._translated(error)
         with self._guard:
-            # First, so that a caller that finds nothing here begins a new one.
+            # Removed first, so that a caller that finds nothing here begins a new wait.
             del self._polls[key]
         if failure is None:
             poll.set_result(value)
@@ -253,13 +254,13 @@ class _Shared:
             raise self._translated(error) from error
 
     def _translated(self, error: Exception) -> CheckpointError:
-        """Return what goes wrong with the service as an error of this library."""
+        """Return an error of the service as an error of this library."""
         if isinstance(error, CheckpointError):
             return error
         said = str(error).partition("\n")[0]
         what = (
             "cannot be reached: that process has ended, or the network between is down"
-            if _is("UNAVAILABLE", error)
+            if _has_code("UNAVAILABLE", error)
             else "refused a request"
         )
         failure = CoordinationError(
@@ -276,7 +277,7 @@ def _join_threads(threads: weakref.WeakSet[threading.Thread]) -> None:
         thread.join(max(deadline - time.monotonic(), 0))
 
 
-def _is(code: str, error: Exception) -> bool:
+def _has_code(code: str, error: Exception) -> bool:
     return str(error).startswith(f"{code}:")
 
 

@@ -1,4 +1,4 @@
-"""Jobs a process can be part of: alone, that of `jax.distributed`, or one with private disks."""
+"""Jobs that a process can be part of: alone, `jax.distributed`, or a job with private disks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class OwnDisks:
     """A job in which every process has a root of its own, and sees no other's.
 
     Private disks may be mounted at different paths, so paths do not say which roots belong
-    together. A program that has several gives each a name.
+    together. A program that has several roots gives each a name.
 
-    A process then keeps what its own devices hold, and everything else (numpy arrays, Python
-    scalars, items with files) as well. A step counts if all processes have it; it can be restored
-    where every process finds what its devices need on its own disk, as it does with the same number
-    of processes and the same shardings.
+    A process then stores the data of its own devices, and everything else (numpy arrays, Python
+    scalars, items with files), too. A step counts if all processes have it. It can be restored if
+    every process finds the data for its devices on its own disk, as it does with the same number of
+    processes and the same shardings.
 
     Example:
         ```python
@@ -55,34 +55,33 @@ class OwnDisks:
         """Take the processes of `job`.
 
         Args:
-            job: Such as `ckpt.coordination.JaxDistributed()`.
-            name: Which of several roots this is for; the same on all processes.
+            job: The job, such as `ckpt.coordination.JaxDistributed()`.
+            name: Name of the root, if there are several; the same on all processes.
         """
         self._job = job
         self.name = name
 
     @property
     def process_index(self) -> int:
-        """Which process this is."""
+        """Number of this process."""
         return self._job.process_index
 
     @property
     def process_count(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return self._job.process_count
 
     def key_values(self) -> KeyValues:
-        """Return what the processes share beside their disks."""
+        """Return the values that the processes share beside their disks."""
         return self._job.key_values()
 
 
 def default_coordinator() -> Coordinator:
-    """Return the job of `jax.distributed` where it has several processes, else that of this one.
+    """Return the job of `jax.distributed` if it has several processes, else this process alone.
 
     Raises:
         CoordinationError: There are several processes that cannot talk to each other:
-            `jax.distributed` was not initialized, or is one of a version that this library does not
-            know.
+            `jax.distributed` was not initialized, or this library does not know its version.
 
     Example:
         ```python
@@ -94,10 +93,10 @@ def default_coordinator() -> Coordinator:
 
 
 def has_own_disks(coordinator: Coordinator) -> bool:
-    """Tell whether the processes of a job have roots of their own."""
+    """Return True if the processes of a job have roots of their own."""
     return bool(getattr(coordinator, "own_disks", False)) and coordinator.process_count > 1
 
 
 def name_of_disks(coordinator: Coordinator) -> str:
-    """Return which of several roots on disks of their own a coordinator is for."""
+    """Return the name of the root that a coordinator is for, one of several on private disks."""
     return str(getattr(coordinator, "name", ""))

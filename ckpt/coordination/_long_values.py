@@ -1,7 +1,7 @@
-"""Values of any length in a store of short ones: compressed, and in parts where they are long.
+"""Values of any length in a store of short values: compressed, and in parts if they are long.
 
-A value is stored as a head, and the parts that the head names. The parts are there before the head
-is, under a unique name, so a process that sees the head can read all of it.
+A value is stored as a head, and the parts that the head names. The parts are stored before the
+head, under a unique name, so a process that sees the head can read all of them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from ckpt.errors import CoordinationError
 
-# gRPC takes messages of up to 4 MB by default, and a service that hands out
-# long messages keeps all others waiting.
+# gRPC takes messages of up to 4 MB by default, and a service that sends long messages keeps all
+# others waiting.
 PART_BYTES = 1 << 20
 _WORTH_COMPRESSING = 512
 _PLAIN, _COMPRESSED, _IN_PARTS = b"p", b"z", b"n"
@@ -37,10 +37,10 @@ def split(value: bytes) -> tuple[bytes, list[Part]]:
 
 
 def join(head: bytes, read: Callable[[str], bytes]) -> bytes:
-    """Return the value of a head; `read` gives the parts by name.
+    """Return the value of a head; `read` returns a part by its name.
 
     Raises:
-        CoordinationError: That was not written by `split`.
+        CoordinationError: `split` did not write the head or a part.
     """
     try:
         if head[:1] == _IN_PARTS:

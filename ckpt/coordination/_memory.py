@@ -18,13 +18,13 @@ class MemoryKeyValues:
     """
 
     def __init__(self) -> None:
-        """Make one that holds nothing."""
+        """Begin without values."""
         self._values: dict[str, bytes] = {}
         self._counts: dict[str, int] = {}
         self._changed = anyio.Event()
 
     async def put(self, key: str, value: bytes) -> bool:
-        """Set a value unless there is one; return whether it was set."""
+        """Set a value unless there is one; return True if it was set."""
         await anyio.lowlevel.checkpoint()
         if key in self._values:
             return False
@@ -50,7 +50,7 @@ class MemoryKeyValues:
         }
 
     async def add(self, key: str) -> int:
-        """Count one up and return the count."""
+        """Increase a counter and return it."""
         await anyio.lowlevel.checkpoint()
         self._counts[key] = self._counts.get(key, 0) + 1
         return self._counts[key]
@@ -63,7 +63,7 @@ class MemoryKeyValues:
                 del each[key]
 
     async def touch(self, key: str, value: bytes) -> None:
-        """Set a value, or another one than before."""
+        """Set a value, or replace it."""
         await anyio.lowlevel.checkpoint()
         self._set(key, value)
 

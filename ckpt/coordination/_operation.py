@@ -1,20 +1,20 @@
-"""One thing that all processes of a job do together, such as one save.
+"""One action that all processes of a job do together, such as one save.
 
     primary             lead(value)  ... report(part) -> parts   decide()   ...   conclude(outcome)
     the others          lead(None)   ... report(part)                             conclude(None)
     all, while working  watch(), advance(bytes)                  any, at any time: fail(error)
 
-It is made of values by name that are set once (`KeyValues`), and of nothing else:
+An operation consists of values by name that are set once (`KeyValues`), and of nothing else:
 
-    <name>/begin        what the primary leads with       set by it, or by who fails first
-    <name>/report/g/i   what process i reports            set by process i
-    <name>/verdict      "decided", or the first failure   the election: set by who comes first
-    <name>/outcome      what it all came to               set by the primary, or by who fails first
+    <name>/begin        the value of the primary          set by it, or by the first to fail
+    <name>/report/g/i   the report of process i           set by process i
+    <name>/verdict      "decided", or the first failure   the election: set by the first to come
+    <name>/outcome      the outcome of the operation      set by the primary, or the first to fail
     <name>/life/i       signs of life                     set again and again
 
-Each process waits for one value only, and one that fails sets all that others can be waiting for.
-So none has to ask twice, a failure is heard at once, and an operation of n processes costs each of
-them five requests, and the primary n/32 more to read what they report.
+Each process waits for one value only, and a process that fails sets all values that others can be
+waiting for. So no process has to ask twice, and a failure is heard at once. An operation of n
+processes costs each of them five requests, and the primary n/32 more to read the reports.
 """
 
 from __future__ import annotations
@@ -33,29 +33,30 @@ from ckpt.errors import CheckpointError, CoordinationError, CoordinationTimeoutE
 
 _logger = logging.getLogger(__name__)
 
-# First byte of what is set.
+# First byte of a value.
 _GIVEN, FAILED = b"g", b"f"
 _COUNT = struct.Struct(">I")
-# Reports are read as many at a time: one request, and an answer that stays within limits.
+# Number of reports read by one request, so that the answer stays within limits.
 _GROUP = 32
-# How often within the time limit signs of life are given and looked for.
+# Number of times, within the time limit, that signs of life are given and looked for.
 _SIGNS = 6
-# How long an error may be held up so that the others hear of it.
+# Longest delay of an error, in seconds, for reporting it to the others.
 _TELL_SECONDS = 1.0
 
 
 class Operation:
-    """One thing that all processes do together; every process makes one of the same name.
+    """One action that all processes do together; every process makes one of the same name.
 
-    Only the primary, process 0, gives it a beginning and an outcome, and only it can make it final
-    (`decide`). Where any process fails before that, all of them raise what the first one met. No
-    wait is longer than the time limit without a sign of life of those waited for. Every method may
-    be cancelled; the caller then passes the cancellation to `fail`, as it does with every error.
+    Only the primary, process 0, gives it a beginning and an outcome, and only the primary can make
+    it final (`decide`). If any process fails before that, all of them raise the first error. No
+    wait is longer than the time limit without a sign of life of the awaited processes. Every method
+    may be cancelled; the caller then passes the cancellation to `fail`, as it does with every
+    error.
 
     With one process everything returns at once and nothing is shared.
 
     Attributes:
-        name, what, seconds: As they were given.
+        name, what, seconds: As passed to the constructor.
 
     Example:
         ```python
@@ -78,16 +79,16 @@ class Operation:
     def __init__(
         self, key_values: KeyValues, index: int, count: int, name: str, what: str, seconds: float
     ) -> None:
-        """Make it; nothing is shared yet.
+        """Make the operation; nothing is shared yet.
 
         Args:
-            key_values: What the processes share.
-            index: Which process this is.
-            count: How many there are.
-            name: The same on all processes, and never used before: not for an earlier attempt at
-                the same thing either.
-            what: What is done, for messages: "the save of step 5".
-            seconds: How long a process may give no sign of life.
+            key_values: The values that the processes share.
+            index: Number of this process.
+            count: Number of processes.
+            name: The same on all processes, and never used before, not even for an earlier attempt
+                at the same action.
+            what: The action, for messages: "the save of step 5".
+            seconds: Time for which a process may give no sign of life.
         """
         self._values = key_values
         label = f"{what}, process {index} of {count}"
@@ -106,7 +107,7 @@ class Operation:
 
     @property
     def is_decided(self) -> bool:
-        """Whether this process knows that the operation is final; see `decide`."""
+        """True if this process knows that the operation is final; see `decide`."""
         return self._decided
 
     @property
@@ -116,8 +117,8 @@ class Operation:
     def part(self, name: str) -> Operation:
         """Return an operation within this one; all processes give it the same new name.
 
-        It ends for itself, and has the signs of life of the whole: who is busy with something else
-        of it is not missed.
+        The part ends on its own, and shares the signs of life of the whole: a process that is busy
+        with another part is not missed.
         """
         found = Operation(
             self._values, self._index, self._count, f"{self.name}/{name}", self.what, self.seconds
@@ -129,9 +130,9 @@ class Operation:
         """Give the value to begin with (primary), or wait for it (others); return it.
 
         Raises:
-            CheckpointError: What another process failed with.
+            CheckpointError: Another process has failed.
             CoordinationTimeoutError: The primary does not come.
-            CoordinationError: The processes disagree about how many they are, or share nothing.
+            CoordinationError: The processes disagree about their number, or the shared values fail.
         """
         if self._alone:
             return value or b""
@@ -151,16 +152,16 @@ class Operation:
         return data[_COUNT.size :]
 
     async def report(self, value: bytes) -> list[bytes] | None:
-        """Say that this process has done its part.
+        """Report that this process has done its part.
 
         Returns:
-            What all processes gave, in their order, as soon as all have (primary), or None at once
-            (others).
+            The values of all processes, in their order, as soon as all have reported (primary), or
+            None at once (others).
 
         Raises:
-            CheckpointError: What another process failed with.
+            CheckpointError: Another process has failed.
             CoordinationTimeoutError: Processes give no sign of life.
-            CoordinationError: The processes share nothing any more.
+            CoordinationError: The shared values cannot be reached.
         """
         if self._alone:
             return [value]
@@ -185,8 +186,8 @@ class Operation:
         """Make the operation final: from here on no failure of another process undoes it (primary).
 
         Raises:
-            CheckpointError: What another process failed with, if that was first.
-            CoordinationError: The processes share nothing any more.
+            CheckpointError: Another process has failed before this.
+            CoordinationError: The shared values cannot be reached.
         """
         if not self._alone:
             data = await self._shared.set_or_get("verdict", _GIVEN)
@@ -198,9 +199,9 @@ class Operation:
         """Give the outcome (primary), or wait for it (others); return it.
 
         Raises:
-            CheckpointError: What another process failed with.
+            CheckpointError: Another process has failed.
             CoordinationTimeoutError: The primary gives no sign of life.
-            CoordinationError: The processes share nothing any more.
+            CoordinationError: The shared values cannot be reached.
         """
         if self._alone:
             return value or b""
@@ -213,13 +214,13 @@ class Operation:
     async def fail(self, error: BaseException) -> bool:
         """Tell all others that this process has failed. Never raises, and ends in a bounded time.
 
-        Also where the caller is being cancelled. Of several failures the first is what all
-        raises (`settle` gives it). After `decide` only the primary can still report an error: the
-        others raise it instead of getting an outcome.
+        This works while the caller is being cancelled, too. Of several failures, all processes
+        raise the first one (`settle` returns it). After `decide` only the primary can still report
+        an error: the others raise it instead of getting an outcome.
 
         Returns:
             False if the primary had decided before, so that the operation has not failed; True if
-            it has failed, or nothing can be learnt about it any more.
+            it has failed, or its state is unknown.
         """
         if self._alone:
             return not self._decided
@@ -234,18 +235,18 @@ class Operation:
         """Tell all others as `fail` does, and return the error to raise here: the first one."""
         await self.fail(error)
         cancelled = isinstance(error, anyio.get_cancelled_exc_class())
-        # `watch` may have heard what was said here.
+        # `watch` may have received the error that was reported here.
         others = self._received is not None and self._received[0] != self._said
         return self._received[1] if self._received and others and not cancelled else error
 
     async def watch(self) -> None:
-        """Give signs of life, and raise what another process fails with, until cancelled.
+        """Give signs of life, and raise the failure of another process, until cancelled.
 
-        To run in a task group next to the work, from before `lead` to after `conclude`.
+        Run it in a task group next to the work, from before `lead` to after `conclude`.
 
         Raises:
-            CheckpointError: What another process failed with.
-            CoordinationError: The processes share nothing any more.
+            CheckpointError: Another process has failed.
+            CoordinationError: The shared values cannot be reached.
         """
         if self._alone:
             return
@@ -257,7 +258,7 @@ class Operation:
                     await self._pulse.show_moves()
 
     def advance(self, amount: int) -> None:
-        """Say that so many bytes were moved; `watch` lets the others know that this one lives."""
+        """Note that so many bytes were moved; `watch` shows the others that this process lives."""
         self._pulse.advance(amount)
 
     async def show_moves(self) -> None:
@@ -282,7 +283,7 @@ class Operation:
         if first or (decided and self._index == 0):
             await self._shared.set_or_get("outcome", said)
         if self._awaited is not None:
-            # It will not be read; but our own request for it ends.
+            # Nobody reads this value, but it ends our own request for it.
             await self._shared.set_or_get(self._awaited, b"")
         return not decided
 
@@ -323,8 +324,8 @@ class Operation:
     async def _arrival(self, index: int, signs: Signs) -> bytes:
         self._awaited = _report(index)
         while True:
-            # The others wait for the primary, which waits too: it has to tell them that it lives.
-            # It waits in a bounded time itself.
+            # The others wait for the primary, which waits, too, and has to show them that it lives.
+            # Its own wait is bounded.
             if self._pulse.is_due(self._slice):
                 await self._pulse.show()
             left = signs.patience(index, anyio.current_time(), self.seconds)
@@ -338,13 +339,13 @@ class Operation:
                 await self._raise_if_silent(signs)
 
     async def _raise_if_silent(self, signs: Signs) -> None:
-        """Raise for those who are silent; they are not if they have reported meanwhile."""
+        """Raise for silent processes; a process that has reported meanwhile is not silent."""
         silent = signs.silent(anyio.current_time(), self.seconds / 2)
         for group in sorted({_report_group(index) for index in silent}):
             for index in await self._shared.numbered(group, self._count):
                 signs.arrived(index)
         if signs.silent(anyio.current_time(), self.seconds):
-            # Those who went silent together are all named, also where the last sign of some was
+            # All processes that went silent together are named, even if the last sign of some was
             # seen a little later.
             missing = signs.silent(anyio.current_time(), self.seconds / 2)
             raise await self._too_late(missing, "write", signs)
@@ -361,7 +362,7 @@ class Operation:
             data = await self._shared.wait("verdict", self.seconds)
             if data is not None:
                 self._opened(data)
-                # Decided: no process can fail any more.
+                # Decided: no process can make it fail now.
                 return
 
     async def _look_for_failure(self) -> None:
@@ -378,7 +379,7 @@ class Operation:
             )
 
     def _opened(self, data: bytes) -> bytes:
-        """Return what was given, or raise the failure that was put there instead."""
+        """Return a value, or raise the failure that was set in its place."""
         if data[:1] == FAILED:
             raise self._keep_error(data)
         return data[1:]

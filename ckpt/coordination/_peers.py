@@ -4,15 +4,15 @@ Every process makes the same calls, and each call that concerns all of them is o
 processes have to find the same name for it without asking each other:
 
     ckpt/opening/<root>/<n>           the n-th opening of this root by a manager
-    ckpt/<id>/<kind>/<turn>           what a manager does: its `turn`-th operation of this kind
+    ckpt/<id>/<kind>/<turn>           the `turn`-th operation of this kind of a manager
 
 `n` is counted in the shared values, because processes may have opened the root before; the primary
 chooses `id` in the opening. The turns are counted here, in the order of the calls, so that no
 request is needed for them. They are counted by kind, and kinds name steps, so that a call that one
 process makes and another does not harms that step only.
 
-A process may come to an operation that the others have given up already, for want of it. It sees
-that its number is among the missing, and takes the next turn: that is the one the others are about.
+A process may come to an operation that the others have given up, because it was missing. It sees
+its number among the missing, and takes the next turn, as the others do.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ logger = logging.getLogger("ckpt")
 T = TypeVar("T")
 
 _FOLDER = "ckpt"
-# Removing what an operation has left, and telling the others of an error, may take this long: the
-# caller has its own outcome by then, and the store may be what has failed.
+# Seconds for removing the values of an operation, and for reporting an error to the others. The
+# caller has its own outcome by then, and the store itself may have failed.
 _TIDY_SECONDS = 1.0
 # Kinds name steps, so there are ever more of them. Calls about one step are close together, so the
 # oldest kinds can be forgotten.
@@ -55,10 +55,9 @@ class Peers:
 
     Attributes:
         index: Number of this process; process 0 is the primary.
-        count: How many there are.
-        budget_bytes: The staging budget that all of them have, once they are opened.
-        own_disks: Whether each of them has a root of its own.
-        seconds: How long is waited for a process that gives no sign of life.
+        budget_bytes: The staging budget of each of them, once the manager is opened.
+        own_disks: True if each of them has a root of its own.
+        seconds: Time to wait for a process that gives no sign of life.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Peers:
 
         Args:
             coordinator: The job.
-            seconds: How long is waited for a process that gives no sign of life.
+            seconds: Time to wait for a process that gives no sign of life.
             location: The root; all processes have the same, unless they have disks of their own.
             budget_bytes: The staging budget of this process.
         """
@@ -82,13 +81,13 @@ class Peers:
         self._turns: dict[str, int] = {}
         # Operations that others may wait in; weak, since `ended` is not called for all of them.
         self._under_way: weakref.WeakSet[Operation] = weakref.WeakSet()
-        # What the names of all operations of this manager begin with; empty until it is opened.
+        # Beginning of the names of all operations of this manager; empty until it is opened.
         self._name = ""
         # Made on the engine's loop.
         self._opening: anyio.Lock | None = None
 
     def turn(self, kind: str) -> int:
-        """Return how many operations of a kind came before; in the order of the calls."""
+        """Return the number of earlier operations of a kind, in the order of the calls."""
         turn = self._turns.pop(kind, 0)
         self._turns[kind] = turn + 1
         if len(self._turns) > _MOST_KINDS:
@@ -96,12 +95,12 @@ class Peers:
         return turn
 
     async def operation(self, kind: str, turn: int, what: str) -> Operation:
-        """Return what all processes do together in their turn.
+        """Return the operation that all processes do together in a turn.
 
         Args:
             kind: Kind of the operation. All processes begin those of one kind in the same order.
-            turn: Its turn among them.
-            what: What it is, for messages.
+            turn: Turn of the operation in its kind.
+            what: Name of the operation, for messages.
 
         Raises:
             CoordinationError: The processes could not agree on a name for this manager.
@@ -110,8 +109,8 @@ class Peers:
             await self._open()
         except BaseException as error:
             if self._name:
-                # The opening failed here after the others had heard the name, so they go on to this
-                # operation and would wait in it.
+                # The opening failed here after the others had received the name, so they go on to
+                # this operation and would wait in it.
                 operation = self._operation(f"{self._name}/{kind}/{turn}", what)
                 await operation.fail(error)
                 await self.ended(operation)
@@ -127,7 +126,7 @@ class Peers:
                 if not await self._was_missed(operation):
                     return operation
             except BaseException as error:
-                # Also on cancellation: the others would wait for this process.
+                # Also when cancelled: the others would wait for this process.
                 await operation.fail(error)
                 await self.ended(operation)
                 raise
@@ -138,10 +137,10 @@ class Peers:
     async def withdraw(
         self, kind: str, what: str, error: BaseException, turn: int | None = None
     ) -> None:
-        """Tell the others that this process cannot take part in what they may wait for.
+        """Tell the others that this process cannot take part in an operation they may wait in.
 
-        Arguments are those of `operation`, and the error; None takes the next turn. Never raises,
-        and is bounded.
+        The arguments are those of `operation`, and the error; without a turn, the next one is
+        taken. Never raises, and ends in a bounded time.
         """
         turn = self.turn(kind) if turn is None else turn
         with anyio.move_on_after(_TIDY_SECONDS, shield=True):
@@ -153,7 +152,7 @@ class Peers:
                 logger.debug("the others were not told: %s", failure)
 
     async def _was_missed(self, operation: Operation) -> bool:
-        """Tell whether the others have waited in vain for this process."""
+        """Return True if the others have waited in vain for this process."""
         store = self._coordinator.key_values()
         verdict = await self._answer(store.wait(f"{operation.name}/verdict", 0))
         if verdict is None or verdict[:1] != FAILED:
@@ -167,18 +166,19 @@ class Peers:
         return operation
 
     def advance(self, nbytes: int) -> None:
-        """Let the others know that this process lives, in all operations that are under way.
+        """Show the others, in all operations that are under way, that this process lives.
 
-        While one save moves bytes, a later one may wait for it here, and the others for that.
+        While one save moves bytes here, a later one may wait for it, and the others for the later
+        one.
         """
         for operation in self._under_way:
             operation.advance(nbytes)
 
     async def ended(self, operation: Operation) -> None:
-        """Say that this process has the outcome of an operation, or the error. Idempotent.
+        """Record that this process has the outcome of an operation, or its error. Idempotent.
 
-        The last process to say so removes what the operation has left; until then, others may still
-        have to read it. Never raises, and ends in a bounded time, also when cancelled.
+        The last process to do so removes the values of the operation; until then, others may still
+        have to read them. Never raises, and ends in a bounded time, also when cancelled.
         """
         if operation in self._under_way:
             self._under_way.discard(operation)
@@ -197,15 +197,15 @@ class Peers:
     async def on_primary(
         self, kind: str, what: str, act: Callable[[], Awaitable[JsonValue]]
     ) -> JsonValue:
-        """Return what `act` gives on the primary; the others wait for it.
+        """Return the result of `act` on the primary; the others wait for it.
 
         Args:
-            kind: What is done to what: every process counts the calls of each kind.
+            kind: The action and its object; every process counts the calls of each kind.
             what: The same, for messages.
             act: Awaited on the primary only.
 
         Raises:
-            CheckpointError: What `act` raised, on every process.
+            CheckpointError: The error that `act` raised, on every process.
             CoordinationError: The primary does not answer.
         """
         operation = await self.operation(kind, self.turn(kind), what)
@@ -214,20 +214,20 @@ class Peers:
                 outcome: JsonValue = json.loads(await operation.conclude(None))
                 return outcome
             value = await acted(operation, act)
-            # Shielded, and bounded: it is done, and the others must hear of it.
+            # Shielded, and bounded: the action is done, and the others must hear of it.
             with anyio.CancelScope(shield=True):
                 await operation.decide()
                 await operation.conclude(json.dumps(value).encode())
             return value
         except BaseException as error:
-            # The others hear of it, and what waits for this operation here ends.
+            # The others hear of the error, and calls that wait for this operation here end.
             await operation.fail(error)
             raise
         finally:
             await self.ended(operation)
 
     async def failed(self, operation: Operation) -> None:
-        """Remove what processes reported for an operation that has failed; never raises."""
+        """Remove the reports of processes for an operation that has failed; never raises."""
         if self.index != 0:
             return
         with anyio.move_on_after(_TIDY_SECONDS, shield=True):
@@ -240,13 +240,9 @@ class Peers:
     async def all_of(self, kind: str, what: str) -> AsyncIterator[Operation]:
         """Run the body on all processes; it succeeds on all of them, or fails on all.
 
-        Args:
-            kind: Kind of the operation; see `operation`.
-            what: What it is, for messages.
-
         Raises:
-            CheckpointError: What was raised on one of them, on all of them.
-            CoordinationTimeoutError: One of them gives no sign of life.
+            CheckpointError: The error that one of them raised, on all of them.
+            CoordinationTimeoutError: A process gives no sign of life.
         """
         operation = await self.operation(kind, self.turn(kind), what)
         try:
@@ -258,13 +254,13 @@ class Peers:
     async def all_or_none(
         self, kind: str, what: str, act: Callable[[Operation], Awaitable[T]]
     ) -> T:
-        """Return what `act` gives here, once it has succeeded on all processes; see `all_of`."""
+        """Return the result of `act` here, once it has succeeded on all processes; see `all_of`."""
         async with self.all_of(kind, what) as operation:
             found = await act(operation)
         return found
 
     async def _open(self) -> None:
-        """Agree on a name for this manager that no other one uses, and on a budget."""
+        """Agree on a name for this manager that no other manager uses, and on a budget."""
         if self._name:
             return
         self._opening = self._opening or anyio.Lock()
@@ -287,8 +283,8 @@ class Peers:
         except BaseException as error:
             agreed = await opening.settle(error)
             if opening.is_decided:
-                # Too late: the others have the name by now, unless they hear of this error. Without
-                # the name this process could not tell them of what it cannot do.
+                # It is too late to fail: the others have the name by now, unless they hear of this
+                # error. Without the name this process could not tell them of its failures.
                 with anyio.CancelScope(shield=True), contextlib.suppress(CheckpointError):
                     self._take(json.loads(await opening.conclude(None) or b"{}"))
             if agreed is error:
@@ -305,7 +301,7 @@ class Peers:
         self._name = f"{_FOLDER}/{found['name']}"
 
     async def _next_opening(self) -> Operation:
-        """Return what opens this manager; every process opens those of a root in the same order."""
+        """Return the opening of this manager; all processes open those of a root in one order."""
         # Private disks may be mounted at different paths, so `OwnDisks` has names for them.
         name = name_of_disks(self._coordinator) if self.own_disks else self._location
         place = f"{'own' if self.own_disks else 'common'}-{digest(name.encode())}"
@@ -331,7 +327,7 @@ class Peers:
                 logger.debug("the others were not told: %s", failure)
 
     async def _agree(self, opening: Operation) -> object:
-        """Return what the primary gives to all: a name and a budget."""
+        """Return the name and the budget that the primary gives to all."""
         about = {"location": self._location, "budget": self.budget_bytes}
         reports = await opening.report(json.dumps(about).encode())
         agreed = None
@@ -343,7 +339,7 @@ class Peers:
         return found
 
     async def _answer(self, request: Awaitable[T]) -> T:
-        """Return the answer to a request of what the processes share, or raise in time."""
+        """Return the answer to a request to the shared values, or raise in time."""
         with anyio.move_on_after(self.seconds):
             return await request
         error = CoordinationTimeoutError(

@@ -1,6 +1,6 @@
-"""Handlers: what kinds of object a step can hold, and how each becomes leaves and files.
+"""Handlers: the kinds of objects that a step can hold, and how each becomes leaves and files.
 
-The built-in ones, and what a handler of your own needs; see the page on items.
+The built-in handlers, and all that a handler of your own needs; see the page on items.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from ckpt._plan.targets import ArrayRead
 from ckpt.errors import CheckpointError, CorruptCheckpointError, HandlerError, located
 
 T = TypeVar("T")
-# What a file can be written from; never changed while it is written.
+# Content of a file to write; never changed while it is written.
 FileData: TypeAlias = bytes | bytearray | memoryview | mmap.mmap
 
 
@@ -36,14 +36,14 @@ class Deferred(Generic[T]):
         return self._function().__await__()
 
     def close(self) -> None:
-        """Give it up, unless it was awaited; idempotent."""
+        """Give the awaitable up, unless it was awaited; idempotent."""
         dropped, self._dropped = self._dropped, None
         if dropped is not None:
             dropped()
 
 
 class ItemWriter(Protocol):
-    """What the engine offers a handler while it saves one item."""
+    """The interface of the engine for a handler that saves one item."""
 
     @property
     def process(self) -> int:
@@ -51,22 +51,22 @@ class ItemWriter(Protocol):
 
     @property
     def processes(self) -> int:
-        """How many save the step together."""
+        """Number of processes that save the step together."""
 
     async def stage(self, tree: Any, *, formatted: bool = True) -> None:
-        """Stage a tree of arrays; return once it is safe from whatever the caller does.
+        """Stage a tree of arrays; on return, changes that the caller makes do not affect it.
 
-        The entry that the commit gives then gets the tree, its leaves and their bytes from the
-        engine, once they are durable. This belongs into `Handler.stage`: in the commit there is
-        nothing left to take a snapshot of. An item has one tree at most.
+        The item's entry then gets the tree, its leaves and their bytes from the engine, once they
+        are durable. This belongs into `Handler.stage`: in the commit it is too late for a snapshot.
+        An item has at most one tree.
 
         Args:
             tree: The tree.
-            formatted: Whether the formats of the save apply; without them every leaf is stored as
-                it is.
+            formatted: True applies the formats of the save; with False every leaf is stored as it
+                is.
 
         Raises:
-            UnsupportedLeafError: A leaf or key cannot be stored; names its path.
+            UnsupportedLeafError: A leaf or key cannot be stored; the message names its path.
             InvalidArgumentError: A tree was staged already, or the commit has begun.
         """
 
@@ -74,10 +74,11 @@ class ItemWriter(Protocol):
         """Write a file of the item; durable on return, with size and digest in the manifest.
 
         It waits until the save may write, so it belongs into the commit; in `Handler.stage` it
-        would make the caller wait for the disk. A file `metadata` must hold JSON: Orbax reads it.
+        would make the caller wait for the disk. A file named `metadata` must hold JSON: Orbax reads
+        it.
 
         Args:
-            path: Relative to the item's directory; plain names with `/` between them.
+            path: Path relative to the item's directory; plain names with `/` between them.
             data: Contiguous bytes; they must not change until this returns or raises.
 
         Raises:
@@ -88,11 +89,11 @@ class ItemWriter(Protocol):
         """
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a slow function off the engine's loop; it is waited for when cancelled."""
+        """Run a slow function off the engine's loop; a cancelled call waits for its end."""
 
 
 class ItemReader(Protocol):
-    """What the engine offers a handler while it loads one item."""
+    """The interface of the engine for a handler that loads one item."""
 
     @property
     def item(self) -> str:
@@ -104,60 +105,60 @@ class ItemReader(Protocol):
 
     @property
     def processes(self) -> int:
-        """How many there are in the job that restores."""
+        """Number of processes in the job that restores."""
 
     async def read(self, entry: ItemEntry, reads: Sequence[ArrayRead]) -> list[Any]:
         """Read arrays of an item, in the order of `reads`.
 
         Raises:
-            CorruptCheckpointError: The stored bytes are damaged; names the leaf.
+            CorruptCheckpointError: The stored bytes are damaged; the message names the leaf.
         """
 
     async def read_file(self, path: str) -> bytes:
-        """Read a file of the item; size and digest are those of the manifest.
+        """Read a file of the item, whose size and digest are checked against the manifest.
 
         Raises:
-            CorruptCheckpointError: The manifest has no such file, or it is missing, cut or
-                changed; names the item and the file.
+            CorruptCheckpointError: The manifest has no such file, or the file is missing, cut or
+                changed; the message names the item and the file.
 
         Cancellation: a read that has begun is waited for.
         """
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a slow function off the engine's loop; it is waited for when cancelled."""
+        """Run a slow function off the engine's loop; a cancelled call waits for its end."""
 
 
 class Handler(Protocol):
     """How one kind of item is saved and loaded.
 
-    Errors of its methods that are not this library's own arrive as a `HandlerError`.
+    Errors of its methods arrive as a `HandlerError`, unless they are errors of this library.
 
-    A handler may have an attribute `per_process`: whether every process of a job stores an item of
+    A handler may have an attribute `per_process`: True if every process of a job stores an item of
     its own, such as the state of its data iterator. Without it all processes have the same item:
     they divide the arrays among them, and the primary writes everything else. With it the files of
     each process are kept apart, and `load` gets the entry that this process's `stage` gave. Such a
     handler stores only files; arrays that it stages are refused if there are several processes.
 
     Attributes:
-        name: Its stable name, which is written to disk; never a Python path.
+        name: Stable name of the handler, which is written to disk; never a Python path.
     """
 
     @property
     def name(self) -> str:
-        """The stable name."""
+        """Stable name of the handler, which is written to disk."""
 
     def accepts(self, item: Any) -> bool:
-        """Tell whether this handler saves objects such as `item`, quickly."""
+        """Return True if this handler saves objects such as `item`; must be quick."""
 
     async def stage(self, item: Any, writer: ItemWriter) -> Awaitable[ItemEntry]:
         """Take a snapshot of `item`; on return the caller may change or donate it.
 
         Returns:
-            The commit, such as a `Deferred`: awaiting it writes the files of the item, and gives
-            its manifest entry. It is awaited at most once; if it has a method `close`, that is
-            called if it never is.
+            The commit, such as a `Deferred`: awaiting it writes the files of the item, and returns
+            its manifest entry. The engine awaits it at most once. If it is never awaited, its
+            method `close` is called, if it has one.
 
-        Cancellation: goes on through this, and the snapshot is given up.
+        Cancellation: passes through this call, and the snapshot is given up.
         """
 
     async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
@@ -166,7 +167,7 @@ class Handler(Protocol):
         Args:
             entry: The item's manifest entry.
             like: The target, or None for the item as it was saved.
-            adapt: What may differ between the two; only for items with leaf paths.
+            adapt: Differences allowed between the two; only for items with leaf paths.
             reader: The engine.
 
         Raises:
@@ -176,7 +177,7 @@ class Handler(Protocol):
 
 
 def is_per_process(handler: Handler) -> bool:
-    """Tell whether every process of a job stores an item of its own with this handler."""
+    """Return True if every process of a job stores an item of its own with this handler."""
     return bool(getattr(handler, "per_process", False))
 
 
@@ -187,7 +188,7 @@ def errors_of(handler: Handler, item: str, doing: str) -> Iterator[None]:
     Args:
         handler: The handler whose code the body runs.
         item: Name of the item.
-        doing: What it was asked to do, for the message.
+        doing: The task of the handler, for the message.
 
     Raises:
         HandlerError: The body raised another error than a `CheckpointError`. Anything but an
@@ -207,7 +208,7 @@ def errors_of(handler: Handler, item: str, doing: str) -> Iterator[None]:
 
 
 def entry_data(entry: ItemEntry, handler: str) -> dict[str, JsonValue]:
-    """Return what a handler keeps in the manifest.
+    """Return the data that a handler keeps in the manifest.
 
     Raises:
         CorruptCheckpointError: The entry is of another handler, or its `data` is not an object.

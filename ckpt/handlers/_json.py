@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from ckpt._arguments import is_config, plain_config
 from ckpt._format.manifest import ItemEntry, JsonValue
 from ckpt._plan.adapt import Adapt
 from ckpt._tree.attributes import difference, lost_attribute
@@ -17,7 +18,7 @@ from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMism
 from ckpt.handlers._base import Deferred, ItemReader, ItemWriter, entry_data
 from ckpt.handlers._models import is_model, made_from_json, model_json, model_values
 
-# The name under which both APIs of Orbax look for an item of JSON.
+# Name under which both APIs of Orbax look for an item of JSON.
 _FILE = "metadata"
 _MAX_DEPTH = 100
 _LEAST_INT, _GREATEST_INT = -(2**63), 2**64 - 1
@@ -26,9 +27,10 @@ _LEAST_INT, _GREATEST_INT = -(2**63), 2**64 - 1
 class JsonHandler:
     """Saves JSON values exactly as they are, and pydantic models and dataclasses as their JSON.
 
-    Models and dataclasses need no choice of handler, unless jax knows the class as a tree. A dict
-    could also be a tree of arrays, so this handler has to be chosen for it:
-    `handlers={"config": JsonHandler()}`.
+    Models, dataclasses and configurations (of ml_collections and OmegaConf) need no choice of
+    handler, unless jax knows the class as a tree. A configuration comes back as a dict, or as the
+    class of a target, with lists for its tuples. A dict could also be a tree of arrays, so this
+    handler has to be chosen for it: `handlers={"config": JsonHandler()}`.
 
     Example:
         ```python
@@ -41,22 +43,24 @@ class JsonHandler:
     name = "json"
 
     def accepts(self, item: Any) -> bool:
-        """Tell whether `item` is a pydantic model, or a dataclass that jax takes for a leaf."""
-        return _is_config(type(item)) and jax.tree_util.all_leaves([item])
+        """Return True if `item` is a model, dataclass or configuration that is a leaf to jax."""
+        known = is_config(item) or _is_model(type(item))
+        return known and jax.tree_util.all_leaves([item])
 
     async def stage(self, item: Any, writer: ItemWriter) -> Awaitable[ItemEntry]:
         """Take the JSON of `item`; see `Handler.stage`.
 
         Raises:
-            InvalidArgumentError: It has a value that JSON does not have, or that would be restored
-                as another one; names the place.
+            InvalidArgumentError: The item has a value that JSON does not have, or that would come
+                back as another value; the message names the place.
         """
         data: dict[str, JsonValue] = {"model": None}
-        if _is_config(type(item)):
+        if _is_model(type(item)):
             data["model"] = f"{type(item).__module__}:{type(item).__qualname__}"
             encoded = await writer.in_thread(_model_bytes, item)
         else:
-            encoded = await writer.in_thread(json_bytes, item)
+            plain = plain_config(item) if is_config(item) else item
+            encoded = await writer.in_thread(json_bytes, plain)
 
         async def commit() -> ItemEntry:
             await writer.write_file(_FILE, encoded)
@@ -74,9 +78,11 @@ class JsonHandler:
         entry_data(entry, self.name)
         encoded = await reader.read_file(_FILE)
         wanted = like if isinstance(like, type) else type(like)
-        if like is not None and _is_config(wanted):
+        if like is not None and _is_model(wanted):
             return await reader.in_thread(_as_model, wanted, encoded)
         value = await reader.in_thread(json_value, encoded)
+        if is_config(like) and isinstance(value, dict):
+            return wanted(value)
         if like is not None and not (wanted in (dict, list) and isinstance(value, wanted)):
             raise TargetMismatchError(
                 f"the item is a JSON {type(value).__name__}; like= can be a pydantic model, a "
@@ -86,10 +92,10 @@ class JsonHandler:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Return the JSON of `value`, from which exactly the same comes back.
+    """Return the JSON of `value`, from which exactly the same value comes back.
 
     Raises:
-        InvalidArgumentError: There is none; names where.
+        InvalidArgumentError: There is no such JSON; the message says where.
     """
     problem = _problem(value)
     if problem is not None:
@@ -101,7 +107,7 @@ def json_value(data: bytes) -> Any:
     """Return the value of a JSON file.
 
     Raises:
-        CorruptCheckpointError: It is none.
+        CorruptCheckpointError: The bytes are no JSON.
     """
     try:
         return json.loads(data, parse_constant=_refuse_constant)
@@ -114,7 +120,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _problem(value: Any) -> str | None:
-    """Return why `value` has no JSON of its own, and where, or None."""
+    """Return why `value` has no JSON of its own, and where; None if it has."""
     found = _find(value, 0)
     if found is None:
         return None
@@ -123,7 +129,7 @@ def _problem(value: Any) -> str | None:
 
 
 def _find(value: Any, depth: int) -> tuple[str, str] | None:
-    """Return the place of the first value that is none of JSON's below here, and why, or None."""
+    """Return the place of the first value below here that JSON does not have, and why, or None."""
     kind = type(value)
     if value is None or kind is bool:
         return None
@@ -163,20 +169,20 @@ def _is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _is_config(kind: type) -> bool:
+def _is_model(kind: type) -> bool:
     return is_model(kind) or dataclasses.is_dataclass(kind)
 
 
 def _model_bytes(model: Any) -> bytes:
     name = f"the {'model' if is_model(type(model)) else 'dataclass'} {type(model).__name__}"
     try:
-        # NaN becomes null without a word, so the values are looked at first.
+        # JSON turns NaN into null silently, so the values are checked first.
         problem = _problem(model_values(model))
         encoded = b"" if problem is not None else model_json(model)
         again = model if problem is not None else made_from_json(type(model), encoded)
         lost = difference(model, again)
     except Exception as error:
-        # Whatever pydantic, or code of the class, raises.
+        # pydantic, or code of the class, may raise anything.
         raise InvalidArgumentError(
             f"{name} cannot be made again from its own JSON: {error!s:.500}{_hint_at_trees(model)}"
         ) from error

@@ -1,8 +1,8 @@
 """Leaf types: objects of users' classes as leaves of a tree, packed into what can be stored.
 
-A leaf of such a type becomes a `PackedLeaf`: a tree node that holds what the object was packed
-into, under the name of its type. So everything behind the handler sees an ordinary tree: arrays are
-staged, written and checked as always, and Orbax finds them.
+A leaf of such a type becomes a `PackedLeaf`: a tree node that holds the packed value under the name
+of the type. So all code behind the handler sees an ordinary tree: arrays are staged, written and
+checked as always, and Orbax finds them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckpt._tree.classes import class_name
 from ckpt.errors import CheckpointError, HandlerError, UnsupportedLeafError, located
 
 PyTree = Any
-# What is stored as it is.
+# Classes of leaves that are stored as they are.
 _OWN = (bool, int, float, complex, str, bytes, np.ndarray, np.generic, jax.Array, type(None))
 _CONTAINERS = (dict, list, tuple)
 _MOST_NAME = 200
@@ -29,20 +29,20 @@ _MOST_LEVELS = 250
 
 @dataclass(frozen=True, slots=True)
 class LeafType:
-    """How objects of a class are stored where they are leaves of a tree.
+    """The storage of objects of a class where they are leaves of a tree.
 
     Attributes:
-        cls: The class; leaves of its subclasses are of this type, too, unless they have their own.
-        pack: Returns what is stored of an object: an array, a number, a text, bytes, or a tree of
-            them. It is called by `save`, before that returns, so it should be quick; and by a
-            restore for the objects in the target, whose arrays may be `jax.ShapeDtypeStruct`.
-        unpack: Returns the object again; it is given what `pack` returned, as it was restored.
-            What a restore was told to skip stays `...`, and is not unpacked.
-        name: The name of the type in checkpoints; by default that of the class with its module.
-            Keep it when the class is renamed or moved.
+        cls: The class. Leaves of its subclasses are of this type, too, unless they have their own.
+        pack: Returns the stored value of an object: an array, a number, a text, bytes, or a tree of
+            them. `save` calls it before it returns, so it should be quick. A restore calls it for
+            the objects in the target, whose arrays may be `jax.ShapeDtypeStruct`.
+        unpack: Returns the object again, given the restored result of `pack`. A value that a
+            restore skips stays `...`, and is not unpacked.
+        name: Name of the type in checkpoints; by default that of the class with its module. Keep it
+            when the class is renamed or moved.
 
     Raises:
-        InvalidArgumentError: An attribute is invalid, or the class is one that is stored already.
+        InvalidArgumentError: An attribute is invalid, or objects of the class are stored already.
 
     Example:
         ```python
@@ -79,13 +79,13 @@ class LeafType:
 
 @dataclass(frozen=True, slots=True)
 class PackedLeaf:
-    """Stands for a leaf of a type that this process was not told of; a PyTree node.
+    """Stands for a leaf whose `LeafType` this process does not have; a PyTree node.
 
-    Saving it again stores what was stored, so that a process which has the type gets the object.
+    Saving it again stores the same data, so that a process with the type gets the object.
 
     Attributes:
         type_name: Name of its `LeafType`.
-        value: What it was packed into.
+        value: The packed value.
 
     Example:
         ```python
@@ -107,7 +107,7 @@ def _unflatten(type_name: str, children: Iterable[Any]) -> PackedLeaf:
 
 
 jax.tree_util.register_pytree_with_keys(PackedLeaf, _flatten, _unflatten)
-# It is named in checkpoints, so it is called as users see it.
+# Checkpoints name the class, so it has the module that users see.
 PackedLeaf.__module__ = "ckpt.handlers"
 PACKED = class_name(PackedLeaf)
 
@@ -116,10 +116,11 @@ class LeafTypes:
     """The leaf types of a handler."""
 
     def __init__(self, types: Iterable[LeafType]) -> None:
-        """Know these.
+        """Make the leaf types of a handler from a list of them.
 
         Raises:
-            InvalidArgumentError: Something else is among them, or two have one name or class.
+            InvalidArgumentError: Something else is in the list, or two types have one name or
+                class.
         """
         given: object = types
         if isinstance(given, str | bytes) or not isinstance(given, Iterable):
@@ -132,7 +133,7 @@ class LeafTypes:
         self._by_class: Mapping[type, LeafType] = {each.cls: each for each in listed}
         if not len(listed) == len(self._by_name) == len(self._by_class):
             raise invalid("leaf_types", listed, "types with different names and classes")
-        # Which type the leaves of a class are of.
+        # Type of the leaves of each class that was looked up.
         self._found: dict[type, LeafType | None] = {}
 
     def __bool__(self) -> bool:
@@ -142,9 +143,9 @@ class LeafTypes:
         """Return the tree with every leaf of these types packed.
 
         Raises:
-            UnsupportedLeafError: A leaf cannot be packed; names its path.
+            UnsupportedLeafError: A leaf cannot be packed; the message names its path.
         """
-        # After too deep a recursion in jax, this thread could not go on.
+        # jax would recurse too deeply into an endless tree, and this thread could not go on.
         if not self or _is_endless(tree):
             return tree
         try:
@@ -152,18 +153,18 @@ class LeafTypes:
         except CheckpointError:
             raise
         except (ValueError, TypeError):
-            # jax cannot walk it; who flattens it next says why, and names the place.
+            # jax cannot walk the tree. Flattening it later says why, and names the place.
             return tree
 
     def unpacked(self, tree: PyTree, unknown: set[str]) -> PyTree:
-        """Return the tree with every packed leaf unpacked.
+        """Return the tree with its packed leaves unpacked.
 
         Args:
             tree: The tree.
-            unknown: Takes the names of the types that are not known; such leaves stay packed.
+            unknown: Receives the names of unknown types; their leaves stay packed.
 
         Raises:
-            HandlerError: A leaf cannot be unpacked; names its path.
+            HandlerError: A leaf cannot be unpacked; the message names its path.
         """
 
         def unpack(path: Any, leaf: Any) -> Any:
@@ -182,7 +183,7 @@ class LeafTypes:
                 except CheckpointError:
                     raise
                 except Exception as error:
-                    # Not damage: what is stored may be whole.
+                    # This is no damage: the stored value may be whole.
                     raise HandlerError(
                         f"it cannot be unpacked as {known.name!r}: {type(error).__name__}: "
                         f"{error!s:.300}"
@@ -213,7 +214,7 @@ class LeafTypes:
         return PackedLeaf(known.name, value)
 
     def is_one(self, node: Any) -> bool:
-        """Tell whether an object is of one of these types."""
+        """Return True if an object is of one of these types."""
         return self._type_of(node) is not None
 
     def _type_of(self, leaf: Any) -> LeafType | None:
@@ -232,7 +233,7 @@ class LeafTypes:
 
 
 def _is_endless(tree: PyTree) -> bool:
-    """Tell whether a tree contains itself, or is far deeper than any that can be saved."""
+    """Return True if a tree contains itself, or is far deeper than any that can be saved."""
     heights: dict[int, int] = {}
     # A node is met twice: first for its children, then for its own height.
     stack: list[tuple[Any, bool]] = [(tree, False)] if isinstance(tree, _CONTAINERS) else []
@@ -245,7 +246,7 @@ def _is_endless(tree: PyTree) -> bool:
             if heights[id(node)] > _MOST_LEVELS:
                 return True
         elif id(node) not in heights:
-            # Until its height is known, it is on the way to what is looked at.
+            # Until its height is known, the node is an ancestor of the nodes that are looked at.
             heights[id(node)] = _MOST_LEVELS + 1
             stack.append((node, True))
             if any(heights.get(id(each), 0) > _MOST_LEVELS for each in children):

@@ -27,14 +27,14 @@ class ProtobufHandler:
     name = "protobuf"
 
     def accepts(self, item: Any) -> bool:
-        """Tell whether `item` is a message; in a program without protobuf nothing is."""
-        return _is_message_class(type(item))
+        """Return True if `item` is a message; without protobuf in the program, nothing is."""
+        return is_message_class(type(item))
 
     async def stage(self, item: Any, writer: ItemWriter) -> Awaitable[ItemEntry]:
         """Take the message's bytes; see `Handler.stage`.
 
         Raises:
-            InvalidArgumentError: It is not a message, lacks required fields, or is too large.
+            InvalidArgumentError: The item is not a message, lacks required fields, or is too large.
         """
         if not self.accepts(item):
             raise InvalidArgumentError(
@@ -52,7 +52,7 @@ class ProtobufHandler:
     async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
         """Return a new message of the class `like`, or of the class of `like`.
 
-        Without `like` the class is looked up by the message's name among the imported ones.
+        Without `like`, the class is looked up by the message's name among the imported classes.
 
         Raises:
             TargetMismatchError: `like` is another message.
@@ -63,7 +63,7 @@ class ProtobufHandler:
         wanted: Any = like if isinstance(like, type) else type(like)
         if like is None:
             wanted = _imported_class(message)
-        elif not _is_message_class(wanted) or wanted.DESCRIPTOR.full_name != message:
+        elif not is_message_class(wanted) or wanted.DESCRIPTOR.full_name != message:
             raise TargetMismatchError(
                 f"the item is a message {message!r:.120}, and like= is {like!r:.80}"
             )
@@ -71,9 +71,26 @@ class ProtobufHandler:
         return await reader.in_thread(_parsed, wanted, encoded)
 
 
-def _is_message_class(kind: type) -> bool:
+def is_message_class(kind: type) -> bool:
+    """Return True if a class is a message; without protobuf in the program, none is."""
     module: Any = sys.modules.get("google.protobuf.message")
     return module is not None and issubclass(kind, module.Message)
+
+
+def message_of_text(kind: Any, text: str) -> Any:
+    """Return the message that a text describes, as Orbax stores messages.
+
+    Raises:
+        TargetMismatchError: The text describes no message of this class.
+    """
+    from google.protobuf import text_format
+
+    try:
+        return text_format.Parse(text, kind())
+    except text_format.ParseError as error:
+        raise TargetMismatchError(
+            f"the item is a text, and describes no {kind.DESCRIPTOR.full_name}: {error!s:.200}"
+        ) from error
 
 
 def _encoded(item: Any) -> bytes:

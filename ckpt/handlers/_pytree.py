@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from ckpt._format.manifest import ItemEntry
-from ckpt._plan.adapt import Adapt, RestoreReport, Stored, adapted
+from ckpt._plan.adapt import Adapt, RestoreReport, SourceArrays, adapted
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.match import Match, match_as_saved, match_target
 from ckpt._tree.boxes import unboxed_names
@@ -48,33 +48,34 @@ class PyTreeHandler:
 
         Args:
             classes: The classes; or `{"module:name as saved": class}`.
-            leaf_types: How leaves are stored that are objects of classes of yours.
+            leaf_types: The types of leaves that are objects of your own classes.
 
         Raises:
             InvalidArgumentError: Something else is among the classes or the leaf types.
         """
         self._classes = known_classes(classes)
         self._leaf_types = LeafTypes(leaf_types)
-        # Classes that were not found, and the reasons; each is said once.
+        # Classes that were not found, with the reasons; each is logged once.
         self._said: set[tuple[str, str]] = set()
 
     def packs(self, item: Any) -> bool:
-        """Tell whether `item` itself is of one of the leaf types."""
+        """Return True if `item` itself is of one of the leaf types."""
         return self._leaf_types.is_one(item)
 
     def accepts(self, item: Any) -> bool:
-        """Tell whether `item` can be saved as a tree; leaves are checked one by one later."""
-        # Only the name of a function is stored, which does not make an item.
+        """Return True if `item` can be saved as a tree; leaves are checked one by one later."""
+        # Only the name of a function is stored, so a function makes no item.
         return not is_function(item)
 
     async def stage(self, item: Any, writer: ItemWriter) -> Awaitable[ItemEntry]:
         """Take a snapshot of the tree; see `Handler.stage`.
 
         Raises:
-            UnsupportedLeafError: A leaf or key cannot be stored; names its path.
+            UnsupportedLeafError: A leaf or key cannot be stored; the message names its path.
         """
         if self._leaf_types:
-            # Packing makes the nodes anew, without what jax does not know of them.
+            # Checked before packing, which makes the nodes anew, without attributes that jax
+            # ignores.
             await writer.in_thread(describe, item, True, self._leaf_types.is_one)
         await writer.stage(self._leaf_types.packed(item))
 
@@ -87,7 +88,7 @@ class PyTreeHandler:
         """Return the tree, onto the target `like` where there is one; see `Handler.load`.
 
         Raises:
-            TargetMismatchError: The target does not fit; lists every leaf.
+            TargetMismatchError: The target does not fit; the message lists every leaf.
             CorruptCheckpointError: The stored tree is damaged.
         """
         await reader.in_thread(check_leaves, entry)
@@ -122,7 +123,7 @@ class PyTreeHandler:
             )
         return tree
 
-    def _rebuilt(self, entry: ItemEntry, stored: Stored, leaves: list[Any]) -> Any:
+    def _rebuilt(self, entry: ItemEntry, stored: SourceArrays, leaves: list[Any]) -> Any:
         if stored.moved:
             return nested(dict(zip(stored.sources, leaves, strict=True)))
         tree, unknown = unflatten(entry.nodes, leaves, self._classes)
@@ -130,7 +131,7 @@ class PyTreeHandler:
         if new:
             self._said.update(new)
             logger.warning(
-                "restored as read-only ckpt.UnknownNode: %s",
+                "restored as read-only ckpt.types.UnknownNode: %s",
                 "; ".join(f"{name} ({why})" for name, why in new),
             )
         return tree
@@ -160,7 +161,7 @@ def _report(entry: ItemEntry, match: Match, adapt: Adapt, item: str) -> None:
 
 
 def _by_value(texts: Mapping[str, str]) -> dict[str, tuple[int, str]]:
-    """Return for each text how many paths have it, and the first of them."""
+    """Return, by text, the number of paths that have it and the first of them."""
     found: dict[str, tuple[int, str]] = {}
     for path, text in texts.items():
         count, first = found.get(text, (0, path))

@@ -33,9 +33,9 @@ _KINDS: Mapping[str, type] = MappingProxyType(
         "random_state": np.random.RandomState,
     }
 )
-# numpy does not check positions, and would read past its buffers with greater ones.
+# numpy does not check these numbers, and would read past its buffers with greater ones.
 _GREATEST = {"pos": 624, "buffer_pos": 4, "has_gauss": 1, "has_uint32": 1, "uinteger": 2**32 - 1}
-# numpy's own is 4; the time to make one grows with its square.
+# Largest pool of a seed sequence. numpy's own is 4; the time to make one grows with its square.
 _MOST_POOL = 256
 _DTYPES = ("uint32", "uint64")
 
@@ -55,7 +55,7 @@ class RandomStateHandler:
     per_process = True
 
     def accepts(self, item: Any) -> bool:
-        """Tell whether `item` is a random generator of numpy."""
+        """Return True if `item` is a random generator of numpy."""
         return isinstance(item, tuple(_KINDS.values()))
 
     async def stage(self, item: Any, writer: ItemWriter) -> Awaitable[ItemEntry]:
@@ -74,7 +74,7 @@ class RandomStateHandler:
         return Deferred(commit)
 
     async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
-        """Return the generator that `like` is, its state set; without one a new generator.
+        """Return `like` with its state set; without `like`, a new generator.
 
         A new generator goes on to `spawn` the same children; `like` keeps its own.
 
@@ -106,7 +106,6 @@ def _bit_generator(item: Any) -> Any:
 
 
 def _name_of(item: Any) -> str:
-    """Return the name of the bit generator of a generator."""
     if isinstance(item, np.random.RandomState):
         state: Any = item.get_state(legacy=False)
         return str(state["bit_generator"])
@@ -141,7 +140,7 @@ def _take(item: Any) -> tuple[str, str, bytes]:
 
 
 def _seeds_of(bits: Any) -> Any:
-    """Return what children of a generator are seeded from, or None if it is not numpy's."""
+    """Return the seeds of the children of a generator, or None if they are not numpy's."""
     seeds = bits.seed_seq
     if type(seeds) is not np.random.SeedSequence:
         return None
@@ -149,7 +148,7 @@ def _seeds_of(bits: Any) -> Any:
 
 
 def _encoded(value: Any) -> Any:
-    """Return a state as JSON values; numbers as text, since those of JSON end at 64 bits."""
+    """Return a state as JSON values; numbers as text, since numbers of JSON end at 64 bits."""
     if isinstance(value, dict):
         return {str(key): _encoded(each) for key, each in value.items()}
     if isinstance(value, np.ndarray):
@@ -188,12 +187,12 @@ def _checked(key: str, value: Any) -> Any:
 
 
 def _restored(kind: str, name: str, document: Any, target: Any) -> Any:
-    """Set the state of `target`, or of a new generator; all of it or nothing."""
+    """Set the whole state of `target`, or of a new generator; on failure, `target` is unchanged."""
     try:
         state = _decoded(document["state"])
         if state["bit_generator"] != name:
             raise ValueError(f"the state of another bit generator, {state['bit_generator']!r:.40}")
-        made = _made(kind, name, document.get("seed_sequence"))
+        made = _make_state(kind, name, document.get("seed_sequence"))
         _set_state(made, state)
         if target is None:
             return made
@@ -205,7 +204,7 @@ def _restored(kind: str, name: str, document: Any, target: Any) -> Any:
     return target
 
 
-def _made(kind: str, name: str, seeds: Any) -> Any:
+def _make_state(kind: str, name: str, seeds: Any) -> Any:
     known = {"entropy": 0} if seeds is None else _decoded(seeds)
     if not 0 < int(known.get("pool_size", 1)) <= _MOST_POOL:
         raise ValueError("its seed sequence has a pool of a size that numpy has not")

@@ -1,4 +1,4 @@
-"""The registry of handlers: those given, those installed, and the built-in ones."""
+"""The registry of handlers: those passed, those installed, and the built-in ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckpt.handlers._text import BytesHandler
 
 logger = logging.getLogger("ckpt")
 
-# The group in which packages register handlers.
+# Entry point group in which packages register handlers.
 ENTRY_POINTS = "ckpt.handlers"
 HandlersLike: TypeAlias = Sequence[Handler] | Mapping[str, Handler]
 
@@ -35,8 +35,8 @@ class Handlers(Struct, frozen=True):
     """The handlers of one manager or call.
 
     Attributes:
-        by_item: Chosen by the name of the item, without being asked.
-        in_order: Asked one after the other for all other items.
+        by_item: Handlers for items of these names; they are not asked whether they accept.
+        in_order: Handlers that are asked one after the other for all other items.
     """
 
     by_item: Mapping[str, Handler]
@@ -47,7 +47,7 @@ class Handlers(Struct, frozen=True):
 
         Raises:
             InvalidArgumentError: No handler accepts it.
-            UnsupportedLeafError: It is an argument of Orbax.
+            UnsupportedLeafError: The value is an argument of Orbax.
             HandlerError: A handler raised when it was asked.
         """
         refuse_orbax_argument(value, item)
@@ -68,10 +68,10 @@ class Handlers(Struct, frozen=True):
         )
 
     def named(self, name: str, item: str) -> Handler:
-        """Return the handler that loads the item called `item`, which one named `name` wrote.
+        """Return the handler that loads the item called `item`, written by a handler named `name`.
 
         Raises:
-            UnsupportedFormatError: There is none of that name.
+            UnsupportedFormatError: There is no handler of that name.
         """
         for handler in self._of(item):
             if handler.name == name:
@@ -91,13 +91,13 @@ class Handlers(Struct, frozen=True):
 
 
 def find_handlers(given: HandlersLike) -> Handlers:
-    """Return the handlers of a call: the given ones first, the one of trees last.
+    """Return the handlers of a call: the passed ones first, the handler of trees last.
 
     Args:
-        given: Handlers to be asked in order; or by name of the item for which each is.
+        given: Handlers to be asked in order, or a mapping from names of items to handlers.
 
     Raises:
-        InvalidArgumentError: Something else is among them.
+        InvalidArgumentError: Something other than a handler is in `given`.
     """
     mapped: object = given
     by_item = dict(given) if isinstance(given, Mapping) else {}
@@ -111,8 +111,8 @@ def find_handlers(given: HandlersLike) -> Handlers:
         problem = _problem(handler)
         if problem is not None:
             raise InvalidArgumentError(f"handlers={shown(given)}: {problem}")
-    # The tree handler takes everything, so nothing may come after it: one that is given, to know
-    # more classes, is asked in the place of the built-in one.
+    # The tree handler takes everything, so it comes last. One that is passed, to know more
+    # classes, is asked in the place of the built-in one.
     trees = [handler for handler in first if type(handler) is PyTreeHandler]
     others = [handler for handler in first if type(handler) is not PyTreeHandler]
     return Handlers(
@@ -125,7 +125,7 @@ def _built_in() -> tuple[Handler, ...]:
         BytesHandler(),
         RandomStateHandler(),
         ProtobufHandler(),
-        # Before models and dataclasses: what has methods for its state is saved by them.
+        # Before models and dataclasses: an object with methods for its state is saved by these.
         StatefulHandler(),
         JsonHandler(),
     )
@@ -135,8 +135,8 @@ def _built_in() -> tuple[Handler, ...]:
 def installed_handlers() -> tuple[Handler, ...]:
     """Return the handlers that installed packages register, in the order of their names.
 
-    An entry point of the group `ckpt.handlers` names a handler, or what makes one when it is
-    called without arguments. One that cannot be had is logged as a warning and left out.
+    An entry point of the group `ckpt.handlers` names a handler, or a function that makes one
+    without arguments. A handler that cannot be loaded is logged as a warning and left out.
     """
     points = importlib.metadata.entry_points(group=ENTRY_POINTS)
     found: list[Handler] = []
@@ -165,7 +165,7 @@ def installed_handlers() -> tuple[Handler, ...]:
 
 
 def _problem(handler: Any) -> str | None:
-    """Return why this cannot be a handler, or None."""
+    """Return why an object cannot be a handler, or None."""
     if isinstance(handler, type):
         return f"{handler.__name__} is a class; pass an object of it"
     missing = [name for name in _METHODS if not callable(getattr(handler, name, None))]

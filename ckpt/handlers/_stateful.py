@@ -2,7 +2,7 @@
 
 An object needs one of these protocols, whatever its class:
 
-- coroutines `save(directory)` and `load(directory)` of two phases, as Grain's iterators have them
+- coroutines `save(directory)` and `load(directory)` of two phases, as in Grain's iterators
 - `get_state()` and `set_state(state)`
 - `state_dict()` and `load_state_dict(state)`
 """
@@ -28,14 +28,14 @@ from ckpt.handlers._pytree import PyTreeHandler
 from ckpt.handlers._tree_file import encode_tree, load_tree
 from ckpt.handlers._two_phase import begin_save, finish_load
 
-# The files are named as those of one process, as Grain names its own. If several processes save,
+# The files are named as if one process saved, as Grain names its own. If several processes save,
 # the engine keeps their files apart.
 _PROCESSES = 1
 _STEM = f"process_0-of-{_PROCESSES}"
 _SUFFIXES = {"bytes": ".bin", "json": ".json", "tree_file": ".tree"}
 _AS_IT_IS = Adapt()
 _OTHER_PROCESS = re.compile(r"(?:^|/)process_\d+-of-(\d+)\.")
-# In the order in which they are tried, by their names in the manifest.
+# The protocols by their names in the manifest, in the order in which they are tried.
 _TWO_PHASES = "save_load"
 _PROTOCOLS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -60,7 +60,7 @@ class StatefulHandler:
     per_process = True
 
     def accepts(self, item: Any) -> bool:
-        """Tell whether `item` has one of the protocols, and is not a tree to jax."""
+        """Return True if `item` has one of the protocols, and is not a tree to jax."""
         return _protocol_of(item) is not None and jax.tree_util.all_leaves([item])
 
     async def stage(self, item: Any, writer: ItemWriter) -> Awaitable[ItemEntry]:
@@ -78,13 +78,13 @@ class StatefulHandler:
                 "get_state and set_state, state_dict and load_state_dict, or coroutines save and "
                 "load"
             )
-        data: dict[str, JsonValue] = {"protocol": protocol, "process_count": _PROCESSES}
         if protocol == _TWO_PHASES:
-            return await self._stage_files(item, writer, data)
+            return await self._stage_files(item, writer)
+        data: dict[str, JsonValue] = {"protocol": protocol, "process_count": _PROCESSES}
         alone = writer.processes == 1
-        state = await writer.in_thread(_taken, item, _PROTOCOLS[protocol][0], alone)
+        state = await writer.in_thread(_get_state, item, _PROTOCOLS[protocol][0], alone)
         if not isinstance(state, _Encoded):
-            # A state comes back as it was: formats are for the arrays of models.
+            # A state must come back unchanged, and formats are for the arrays of models.
             await writer.stage(state, formatted=False)
 
         async def commit() -> ItemEntry:
@@ -97,29 +97,24 @@ class StatefulHandler:
 
         return Deferred(commit)
 
-    async def _stage_files(
-        self, item: Any, writer: ItemWriter, data: dict[str, JsonValue]
-    ) -> Awaitable[ItemEntry]:
+    async def _stage_files(self, item: Any, writer: ItemWriter) -> Awaitable[ItemEntry]:
         save = await begin_save(item, writer)
 
         async def commit() -> ItemEntry:
-            sizes = await save.finish(writer)
-            files: list[JsonValue] = [*sorted(sizes)]
-            return ItemEntry(
-                handler=self.name, nbytes=sum(sizes.values()), data={**data, "files": files}
-            )
+            return files_entry(await save.finish(writer))
 
         return Deferred(commit, save.close)
 
     async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
-        """Set the state on `like` and return it; without it return the state itself.
+        """Set the state on `like` and return it; without `like`, return the state itself.
 
-        The state of two-phase objects is a dict of their files' bytes, or the value of the one
-        JSON file. For a state that is a tree, `like` can also be a target of that tree.
+        The state of a two-phase object is a dict of the bytes of its files, or the value of its
+        only file if that is JSON. For a state that is a tree, `like` can also be a target of that
+        tree.
 
         Raises:
-            TargetMismatchError: `like` does not have the protocol with which the state was saved,
-                or another number of processes saved it.
+            TargetMismatchError: `like` lacks the protocol with which the state was saved, or
+                another number of processes saved it.
             CorruptCheckpointError: The stored state is damaged.
         """
         data = entry_data(entry, self.name)
@@ -131,6 +126,13 @@ class StatefulHandler:
         is_tree = data.get("form") in ("tree", "tree_file")
         if like is not None and is_tree and not jax.tree_util.all_leaves([like]):
             return await self._read_state(entry, text_of(data, "form"), reader, like, adapt)
+        if protocol == _TWO_PHASES and len(names) == 1 and not _has(like, protocol):
+            # An object stores nothing but its state, so its only file is its state.
+            other = _protocol_of(like)
+            if other is not None:
+                state = await reader.read_file(names[0])
+                await reader.in_thread(_set_state, like, *_PROTOCOLS[other], state)
+                return like
         if like is not None and not _has(like, protocol):
             raise TargetMismatchError(
                 f"the state was saved with {' and '.join(_PROTOCOLS[protocol])}; like= must be an "
@@ -173,8 +175,8 @@ class _Encoded(Struct, frozen=True):
     data: bytes
 
 
-def _taken(item: Any, method: str, alone: bool) -> Any:
-    """Return the state as a file, or the tree that it is where one process saves alone."""
+def _get_state(item: Any, method: str, alone: bool) -> Any:
+    """Return the state as a file; or, if it is a tree and one process saves alone, the tree."""
     state = getattr(item, method)()
     if isinstance(state, bytes | bytearray):
         return _Encoded("bytes", bytes(state))
@@ -184,12 +186,28 @@ def _taken(item: Any, method: str, alone: bool) -> Any:
         return state if alone else _Encoded("tree_file", encode_tree(state))
 
 
+def _set_state(item: Any, get: str, set_: str, data: bytes) -> None:
+    """Set the state of an object from a file: as bytes if its state is bytes, else as JSON."""
+    is_bytes = isinstance(getattr(item, get)(), bytes | bytearray)
+    getattr(item, set_)(data if is_bytes else json_value(data))
+
+
+def files_entry(sizes: Mapping[str, int]) -> ItemEntry:
+    """Return the entry of an object that wrote its state into files of these sizes.
+
+    Paths with the number of a process must have that of a single process.
+    """
+    data: dict[str, JsonValue] = {"protocol": _TWO_PHASES, "process_count": _PROCESSES}
+    data["files"] = [*sorted(sizes)]
+    return ItemEntry(StatefulHandler.name, nbytes=sum(sizes.values()), data=data)
+
+
 def _protocol_of(item: Any) -> str | None:
     return next((protocol for protocol in _PROTOCOLS if _has(item, protocol)), None)
 
 
 def _has(item: Any, protocol: str) -> bool:
-    # Methods of the class: an object can make up any attribute that it is asked for.
+    # Only methods of the class count: an object can make up any attribute that it is asked for.
     kind = type(item)
     found = [getattr(kind, name, None) for name in _PROTOCOLS[protocol]]
     if isinstance(item, type) or not all(map(callable, found)):
@@ -200,7 +218,7 @@ def _has(item: Any, protocol: str) -> bool:
 
 
 def _takes_one(method: Any) -> bool:
-    """Tell whether a method takes one argument beside the object."""
+    """Return True if a method takes one argument beside the object."""
     try:
         inspect.signature(method).bind(None, None)
     except (TypeError, ValueError):

@@ -9,6 +9,7 @@ from ckpt._format.manifest import ItemEntry
 from ckpt._plan.adapt import Adapt
 from ckpt.errors import CorruptCheckpointError, TargetMismatchError, UnsupportedLeafError
 from ckpt.handlers._base import Deferred, ItemReader, ItemWriter, entry_data, text_of
+from ckpt.handlers._protobuf import is_message_class, message_of_text
 
 _TEXT_FILE, _BYTES_FILE = "text.txt", "data.bin"
 _BINARY = {"bytes": bytes, "bytearray": bytearray, "memoryview": memoryview}
@@ -26,14 +27,15 @@ class BytesHandler:
     name = "bytes"
 
     def accepts(self, item: Any) -> bool:
-        """Tell whether `item` is a text or bytes; subclasses, such as numpy's, are not."""
+        """Return True if `item` is a text or bytes; subclasses, such as numpy's, do not count."""
         return type(item) is str or type(item) in _BINARY.values()
 
     async def stage(self, item: Any, writer: ItemWriter) -> Awaitable[ItemEntry]:
-        """Take the text or bytes; what the caller can change is copied. See `Handler.stage`.
+        """Take the text or bytes, as a copy if the caller can change them; see `Handler.stage`.
 
         Raises:
-            UnsupportedLeafError: It is a text with lone surrogates, or neither a text nor bytes.
+            UnsupportedLeafError: The item is a text with lone surrogates, or neither a text nor
+                bytes.
         """
         kind = type(item).__name__
         if not self.accepts(item):
@@ -48,9 +50,10 @@ class BytesHandler:
         return Deferred(commit)
 
     async def load(self, entry: ItemEntry, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
-        """Return the text or the bytes, of the type of `like` (or `like` itself) if it is given.
+        """Return the text or the bytes, in the type of `like` (or `like` itself) if there is one.
 
-        A `memoryview` is restored as `bytes` unless `like` asks for one.
+        A `memoryview` is restored as `bytes` unless `like` asks for one. With a message of protobuf
+        (or its class) as `like`, the result is the message that the text describes.
 
         Raises:
             TargetMismatchError: `like` is a text and the item bytes, or the other way around.
@@ -61,11 +64,14 @@ class BytesHandler:
             raise CorruptCheckpointError(f"{kind!r:.40} is not a type of text or bytes")
         wanted = like if isinstance(like, type) else type(like)
         if like is not None and (
-            wanted is not str if kind == "str" else wanted not in _BINARY.values()
+            not (wanted is str or is_message_class(wanted))
+            if kind == "str"
+            else wanted not in _BINARY.values()
         ):
             raise TargetMismatchError(f"the item is a {kind}, and like= is {like!r:.80}")
         if kind == "str":
-            return await reader.in_thread(_decoded, await reader.read_file(_TEXT_FILE))
+            text = await reader.in_thread(_decoded, await reader.read_file(_TEXT_FILE))
+            return message_of_text(wanted, text) if is_message_class(wanted) else text
         data = await reader.read_file(_BYTES_FILE)
         if like is None:
             wanted = bytearray if kind == "bytearray" else bytes

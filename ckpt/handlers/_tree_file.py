@@ -1,4 +1,4 @@
-"""Tree files: a tree of arrays as one file, for state that each process of a job has of its own.
+"""Tree files: a tree of arrays as one file, for state that each process of a job has alone.
 
 The file holds the length of the header (8 bytes, little endian), the header (an `ItemEntry` as
 JSON: nodes, leaves and shardings), and the bytes of every distinct array, in the order of the
@@ -92,7 +92,7 @@ def _array_entry(name: str, spec: LeafSpec, sharding: int | None) -> LeafEntry:
         kind=spec.kind,
         dtype=spec.dtype,
         shape=list(spec.shape),
-        # One chunk, which the digest of the file covers; none if the array has no elements.
+        # One chunk, which the digest of the file covers; no chunk if the array has no elements.
         chunks=[max(length, 1) for length in spec.shape],
         digests=[""] * all(spec.shape),
         packed=True,
@@ -104,10 +104,10 @@ def _array_entry(name: str, spec: LeafSpec, sharding: int | None) -> LeafEntry:
 
 
 async def load_tree(data: bytes, like: Any, adapt: Adapt, reader: ItemReader) -> Any:
-    """Return the tree that a file holds, in the form of the target `like` if there is one.
+    """Return the tree in a file, in the form of the target `like` if there is one.
 
     Raises:
-        TargetMismatchError: The target does not fit; lists every leaf.
+        TargetMismatchError: The target does not fit; the message lists every leaf.
         CorruptCheckpointError: The bytes are not such a file.
     """
     entry, arrays = await reader.in_thread(_decoded, data)
@@ -115,7 +115,7 @@ async def load_tree(data: bytes, like: Any, adapt: Adapt, reader: ItemReader) ->
 
 
 def _decoded(data: bytes) -> tuple[ItemEntry, list[Array | None]]:
-    """Return the header, and for every leaf its array, or None."""
+    """Return the header, and the array of every leaf, or None."""
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     try:
         entry = decode_item(data[_LENGTH_BYTES:end])
@@ -132,7 +132,7 @@ def _decoded(data: bytes) -> tuple[ItemEntry, list[Array | None]]:
         if end > len(data):
             raise CorruptCheckpointError("the file of a state ends too early", leaf=leaf.name)
         found: Array = np.ndarray(tuple(leaf.shape), dtype, data, start)
-        # Into memory of its own, which is aligned.
+        # Copied into memory of its own, which is aligned.
         arrays.append(found.copy())
     return entry, arrays
 
@@ -162,7 +162,7 @@ class _MemoryReader:
 
 
 def _value_of(read: ArrayRead, arrays: Sequence[Array | None]) -> Array | None:
-    """Return the array that is read, assembled if it is made of parts."""
+    """Return the array of a read, assembled if it is made of parts."""
     if read.leaf is not None:
         return arrays[read.leaf]
     if read.value is not None:

@@ -2,8 +2,8 @@
 
 `await item.save(directory)` takes the snapshot and returns an awaitable that writes;
 `await item.load(directory)` returns one that reads. Grain's iterators are such objects, as are all
-that Orbax takes as stateful. They get a temporary local directory, whose files go through the
-engine: so they have digests, are durable, and work on every store.
+objects that Orbax takes as stateful. They get a temporary local directory. Its files go through the
+engine, so they have digests, are durable, and work on every store.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TwoPhaseSave:
         Paths that name the process are returned as those of a single process.
 
         Raises:
-            HandlerError: It wrote anything but regular files with plain names.
+            HandlerError: The object wrote anything but regular files with plain names.
         """
         root = Path(self._directory.name)
         try:
@@ -72,7 +72,6 @@ class TwoPhaseSave:
                 await writer.in_thread(self._directory.cleanup)
 
     def close(self) -> None:
-        """Give up the save."""
         _give_up(self._writing)
         self._directory.cleanup()
 
@@ -164,7 +163,7 @@ def _files_below(root: Path) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _mapped(path: Path) -> Iterator[bytes | mmap.mmap]:
-    """Provide the content of a file without reading it into memory."""
+    """Yield the content of a file without reading it into memory."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             yield b""
@@ -173,6 +172,6 @@ def _mapped(path: Path) -> Iterator[bytes | mmap.mmap]:
         try:
             yield data
         finally:
-            # A remaining view, such as one in the traceback of an error, keeps it open.
+            # A remaining view, such as one in the traceback of an error, keeps the mapping open.
             with contextlib.suppress(BufferError):
                 data.close()

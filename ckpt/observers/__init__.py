@@ -1,12 +1,11 @@
-"""Observers of saves, restores, verifications and deletions, and pictures of what they saw.
+"""Observers of saves, restores, verifications and deletions.
 
-An observer is any callable that takes a `ckpt.Event`. Managers take them as `observers=[...]`.
+An observer is any callable that takes a `ckpt.types.Event`. Managers take `observers=[...]`.
 `JaxMonitoring`, `OpenTelemetry` and `Prometheus` measure, `JsonLines` writes a line for every
 operation, and `ProgressBar` shows the progress.
 
 A `Trace` keeps the events, together with spans of your own such as train steps. It writes them for
-Perfetto. Its `Timeline` shows how much of a save overlapped with training, and `draw_html` and
-`draw_png` draw it.
+Perfetto. Its `Timeline` shows how much of a save overlapped with training.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from ckpt.observers._json_lines import JsonLines
 from ckpt.observers._opentelemetry import OpenTelemetry
 from ckpt.observers._progress import ProgressBar
 from ckpt.observers._prometheus import Prometheus
-from ckpt.observers._tracing.picture import draw_html, draw_png
 from ckpt.observers._tracing.timeline import SaveTimes, Span, Timeline
 from ckpt.observers._tracing.trace import Trace
 
@@ -30,8 +28,6 @@ __all__ = [
     "Span",
     "Timeline",
     "Trace",
-    "draw_html",
-    "draw_png",
 ]
 
 

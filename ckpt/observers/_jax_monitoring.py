@@ -11,9 +11,9 @@ from ckpt.observers._operations import Operations
 class JaxMonitoring:
     """Reports saves, restores and other operations to `jax.monitoring`.
 
-    When an operation has ended, all listeners there hear how it ended, and if it succeeded, how
-    long it and its phases took. docs/how-to/observing.md lists the names. Each follows the prefix
-    and a slash: `/ckpt/save/ok`.
+    When an operation has ended, all listeners there get its outcome and, if it succeeded, the
+    durations of the operation and its phases. docs/how-to/observing.md lists the names. Each
+    follows the prefix and a slash: `/ckpt/save/ok`.
 
     Any number of managers may share one.
 
@@ -33,7 +33,7 @@ class JaxMonitoring:
         if type(prefix) is not str or not prefix.rstrip("/"):
             what = "the beginning of the names, such as '/ckpt'"
             raise invalid("prefix", prefix, what, of="JaxMonitoring")
-        # Here, so that tools can import the observers without jax.
+        # Imported late, so that tools can import the observers without jax.
         from jax import monitoring
 
         self._monitoring = monitoring

@@ -41,13 +41,14 @@ class JsonLines:
     is flushed. With `phases=True` each has `clock_ns`, too: its end on the monotonic clock of the
     machine, which is never set. `ckpt trace` draws such a file.
 
-    Any number of managers may share one, from any thread. If a line cannot be written, that is
-    logged and the line is lost. Events after `close` are ignored. No operation fails because of it.
+    Any number of managers may share one observer, from any thread. If a line cannot be written, the
+    error is logged and the line is lost. Events after `close` are ignored. No operation fails
+    because of the observer.
 
     Args:
         file: The path of the file, which is made if it does not exist, or an open text file, which
             `close` leaves open.
-        phases: Whether to write a line for every phase, too.
+        phases: True writes a line for every phase, too.
 
     Raises:
         InvalidArgumentError: `file` is neither a path nor a file that is open for writing text.
@@ -110,12 +111,12 @@ class JsonLines:
         """Time the body as a piece of your own work, also if it raises; written with `phases` only.
 
         Its line has the keys `time`, `span`, `seconds`, `thread`, `args` and `clock_ns`. With spans
-        around train steps, `ckpt trace` can tell how much of a save overlapped with training. That
-        a line cannot be written is logged.
+        around train steps, `ckpt trace` can tell how much of a save overlapped with training. If
+        the line cannot be written, the error is logged.
 
         Args:
-            name: What it is, such as `"train step"`.
-            args: Values to show with it: numbers and texts; all others as their `str()`.
+            name: Name of the work, such as `"train step"`.
+            args: Values to show with it: numbers and texts; other values as their `str()`.
 
         Example:
             ```python
@@ -146,7 +147,7 @@ class JsonLines:
                 }
             )
         except (OSError, ValueError):
-            # The train step that it is about must go on.
+            # The train step inside the span must go on.
             logger.exception("the span %r was not written", name)
 
     def _write(self, fields: Mapping[str, Value | dict[str, Value]]) -> None:

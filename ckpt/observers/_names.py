@@ -1,6 +1,6 @@
 """Names of all metrics. docs/how-to/observing.md has the same tables.
 
-Durations and bytes are those of operations that ended `ok`. All others are only counted. The
+Durations and bytes are recorded for operations that ended `ok`; all others are only counted. The
 duration of a phase is the time in which at least one phase of its kind was running, once for each
 operation.
 """
@@ -65,14 +65,7 @@ BYTES: Mapping[tuple[str, str], str] = {
 
 
 class MetricName(Struct, frozen=True):
-    """The metric of one name.
-
-    Attributes:
-        kind: How it is recorded.
-        meaning: What it measures.
-        labels: The labels of its values.
-        unit: Its unit, as OpenTelemetry writes it.
-    """
+    """The metric of one name; `unit` is written as in OpenTelemetry."""
 
     kind: Kind
     meaning: str

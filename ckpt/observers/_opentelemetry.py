@@ -28,8 +28,8 @@ class OpenTelemetry:
     processor that exports in the background, such as `BatchSpanProcessor`.
 
     Args:
-        tracer_provider: Where spans go; None for the global one.
-        meter_provider: Where metrics go; None for the global one.
+        tracer_provider: Provider that gets the spans; None for the global one.
+        meter_provider: Provider that gets the metrics; None for the global one.
 
     Raises:
         CheckpointError: OpenTelemetry is not installed.
@@ -59,7 +59,7 @@ class OpenTelemetry:
                 what = f"an object with the method {method}, or None for the global one"
                 raise invalid(name, provider, what, of="OpenTelemetry")
         self._trace = trace
-        # Empty: the library's thread has inherited the context of the call that started it.
+        # An empty context: the library's thread has inherited that of the call that started it.
         self._nowhere = Context()
         self._tracer = trace.get_tracer("ckpt", tracer_provider=tracer_provider)
         meter = metrics.get_meter("ckpt", meter_provider=meter_provider)
@@ -106,7 +106,7 @@ class OpenTelemetry:
             else self._trace.set_span_in_context(parent, self._nowhere)
         )
         for phase in found.phases:
-            # It is not work, and it lasts from the step before.
+            # This phase is no work, and it lasts from the step before.
             if phase.name != PREEMPTED:
                 span = self._tracer.start_span(
                     f"ckpt.{found.name}.{phase.name}",

@@ -14,10 +14,10 @@ from ckpt._events import Event
 from ckpt.observers._tracing.intervals import Interval, measure, merge
 from ckpt.observers._tracing.timeline import END, PREEMPTED
 
-# Operations in progress at once. One that never ends is forgotten when that many others began.
+# Most operations in progress. One without an end is forgotten when so many others have begun.
 _MOST_UNDER_WAY = 256
-# Phases outside the save they belong to: old steps are deleted after it has ended, and the time
-# that would have been lost is before it.
+# Phases outside of their save: old steps are deleted after it has ended, and the time that would
+# have been lost is before it.
 _ALONE = ("preserve", PREEMPTED)
 # Intervals of one phase that are kept before neighbours are merged.
 _MOST_STRETCHES = 4096
@@ -27,11 +27,8 @@ class Phase(Struct):
     """All phases of one kind of one operation.
 
     Attributes:
-        name: The phase.
-        began_ns: When the first of them began.
-        ended_ns: When the last of them ended.
-        nbytes: The sum of their bytes.
-        count: How many there were.
+        began_ns: Beginning of the first of them.
+        ended_ns: End of the last of them.
     """
 
     name: str
@@ -42,7 +39,6 @@ class Phase(Struct):
     _stretches: list[Interval] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
-        """Add one more phase."""
         self.began_ns = min(self.began_ns, event.began_ns)
         self.ended_ns = max(self.ended_ns, event.ended_ns)
         self.nbytes += event.nbytes
@@ -50,19 +46,19 @@ class Phase(Struct):
         self._stretches.append((event.began_ns, event.ended_ns))
         if len(self._stretches) > _MOST_STRETCHES:
             merged = merge(self._stretches)
-            # The rest has gaps. Those in the older half are given up.
+            # The merged intervals have gaps. The gaps in the older half are given up.
             half = merged[: -_MOST_STRETCHES // 2]
             older = [(half[0][0], half[-1][1])] if half else []
             self._stretches = older + merged[-_MOST_STRETCHES // 2 :]
 
     @property
     def moved(self) -> int:
-        """The bytes that they moved, which is 0 for a plan."""
+        """Bytes that they moved; 0 for a plan."""
         return 0 if self.name == "plan" else self.nbytes
 
     @property
     def seconds(self) -> float:
-        """The time in which at least one of them was running."""
+        """Time in which at least one of them was running."""
         return measure(self._stretches) / 1e9
 
 
@@ -72,7 +68,7 @@ class ObservedOperation(Struct, frozen=True):
     Attributes:
         name: `"save"`, `"restore"`, `"verify"`, `"delete"` or `"drain"`.
         step: The step, or None for a one-shot checkpoint.
-        end: How it ended; None for a phase on its own.
+        end: Event of the end of the operation; None for a phase on its own.
         phases: Its phases, in the order in which the first of each kind ended.
     """
 
@@ -83,7 +79,7 @@ class ObservedOperation(Struct, frozen=True):
 
     @property
     def is_ok(self) -> bool:
-        """Whether it succeeded, or is a phase on its own."""
+        """True if it succeeded, or is a phase on its own."""
         return self.end is None or self.end.outcome == "ok"
 
 
@@ -115,7 +111,7 @@ class Operations:
                 if len(self._under_way) > _MOST_UNDER_WAY:
                     del self._under_way[next(iter(self._under_way))]
                 return None
-        # Phases that ended before this operation began are of another one that never ended.
+        # Phases that ended before this operation began belong to another one that never ended.
         own = tuple(phase for phase in phases.values() if phase.ended_ns > event.began_ns)
         return ObservedOperation(event.operation, event.step, event, own)
 

@@ -9,7 +9,7 @@ def missing(name: str, library: str, extra: str) -> CheckpointError:
     """Return the error of `name`, which needs a library that is not installed.
 
     Args:
-        name: What was asked for.
+        name: The class or function that needs the library.
         library: The library as people know it.
         extra: The extra of this package that installs it.
     """

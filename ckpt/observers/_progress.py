@@ -29,18 +29,18 @@ logger = logging.getLogger("ckpt")
 _DELAY_NS = 300_000_000
 # The least time between two drawings.
 _PAUSE_NS = 100_000_000
-# How often it is drawn while no event comes: one chunk may be compressed for seconds.
+# Seconds between drawings while no event comes: one chunk may be compressed for seconds.
 _TICK_SECONDS = 0.25
-# Phases after which there is something to show.
+# Phases after which there is progress to show.
 _SHOWN = {"save": {"wait", "plan", "stage", "encode", "write"}, "restore": {"plan", "read"}}
 _SHOWN["verify"] = _SHOWN["restore"]
-# An operation that never ends is forgotten when that many others have begun.
+# Most bars. An operation that never ends is forgotten when so many others have begun.
 _MOST_BARS = 8
 _WIDTH = 100
-# How much of the work on a byte is done when it is in host memory, and when it is compressed, too.
-# Only a byte on disk is done. Copies are fast, and so is writing what took long to compress.
+# Shares of the work on a byte that are done when it is in host memory, and when it is compressed.
+# Only a byte on disk is done. Copies are fast, and so is writing data that took long to compress.
 _STAGED, _ENCODED = 0.1, 0.9
-# What is shown at most: an operation that has ended has no bar.
+# Largest share that is shown: an operation that has ended has no bar.
 _MOST = 0.99
 
 
@@ -48,9 +48,9 @@ class _Bar(Struct, eq=False):
     """The progress of one operation.
 
     Attributes:
-        began_ns: When it began.
-        total: The bytes to be moved; None until its plan is known.
-        done: The bytes that it has moved; of those it is not done with, the part that is done.
+        began_ns: Beginning of its first phase, on the clock of events.
+        total: Bytes to be moved; None until its plan is known.
+        done: Bytes that it has moved; bytes in progress count in part.
         task: Its bar, if it is shown.
     """
 
@@ -61,7 +61,6 @@ class _Bar(Struct, eq=False):
     _staged: dict[int | None, list[int]] = field(default_factory=dict)
 
     def take(self, event: Event) -> None:
-        """Add one of its phases."""
         if event.phase == "plan" and event.nbytes:
             self.total = (self.total or 0) + event.nbytes
         elif event.operation != "save" and event.phase == "read":
@@ -75,18 +74,18 @@ class _Bar(Struct, eq=False):
             self._write(event.nbytes, self._staged.get(event.batch, []))
 
     def _write(self, nbytes: int, sizes: list[int]) -> None:
-        """Add a batch. Small files are not in the plan, and not given here."""
+        """Add a written batch. Small files are not in the plan, and not added here."""
         if nbytes in sizes:
             sizes.remove(nbytes)
             self.done += (1 - _STAGED) * nbytes
         elif sizes:
-            # It was compressed. The planned size counts.
+            # The batch was compressed. Its planned size counts.
             self.done += (1 - _ENCODED) * sizes.pop(0)
         else:
             self.done += nbytes
 
     def columns(self, now_ns: int) -> dict[str, Any]:
-        """Return what its columns show."""
+        """Return the contents of its columns."""
         from rich.filesize import decimal
 
         seconds = max(now_ns - self.began_ns, 0) / 1e9
@@ -94,7 +93,7 @@ class _Bar(Struct, eq=False):
         if self.total is None:
             return {"completed": 0, "total": None, "text": decimal(int(self.done)), "spent": spent}
         share = min(self.done / max(self.total, 1), _MOST)
-        # Before, it is only known how fast copies are.
+        # Before that, only the speed of copies is known.
         if share > _STAGED:
             spent += f", {_clock(seconds / share - seconds)} left"
         text = f"{100 * share:3.0f}% of {decimal(self.total)}"
@@ -143,7 +142,7 @@ class ProgressBar:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        # By its attribute, since rich may not be installed.
+        # Recognized by its attribute, since rich may not be installed.
         if console is not None and not hasattr(console, "is_interactive"):
             what = "a rich.console.Console, or None"
             raise invalid("console", console, what, of="ProgressBar")
@@ -232,13 +231,14 @@ class ProgressBar:
                 logger.exception("the progress bar failed, and is off; the operation goes on")
 
     def _open(self) -> _Screen | None:
-        """Return where to draw, or None if there is no terminal or notebook."""
+        """Return the screen to draw on, or None if there is no terminal or notebook."""
         console = self._console
         if console is None and getattr(_shell(), "kernel", None) is not None:
             self._notebook = self._notebook or _Notebook()
             return self._notebook
         if console is None:
-            # Rich takes some variables for a terminal that batch jobs set, too.
+            # Rich takes a terminal for granted if some variables are set, which batch jobs set,
+            # too.
             if sys.stderr is None or not sys.stderr.isatty():
                 return None
             from rich.console import Console
@@ -265,7 +265,7 @@ class _Terminal:
     def __init__(self, console: Console) -> None:
         self._console = console
         self.progress = _progress_on(console)
-        # In one write, so that the cursor is not hidden even for a moment.
+        # Written at once, so that the cursor is not hidden even for a moment.
         with console:
             self.progress.start()
             console.show_cursor(True)

@@ -27,10 +27,10 @@ class Prometheus:
     serve them yourself, for example with `prometheus_client.start_http_server`. It needs the
     package prometheus-client: `pip install 'ckpt-jax[prometheus]'`.
 
-    A registry holds one for each prefix. Any number of managers may share it.
+    A registry can hold one observer for each prefix. Any number of managers may share the observer.
 
     Args:
-        registry: Where the metrics are registered; None for prometheus-client's global registry.
+        registry: Registry for the metrics; None for prometheus-client's global registry.
         prefix: The beginning of their names.
 
     Raises:
@@ -79,7 +79,7 @@ class Prometheus:
             if known.kind == "gauge"
         }
         for gauge in self._gauges.values():
-            # Otherwise it would begin as 0, which is a valid step.
+            # Without this the gauge would begin as 0, which is a valid step.
             gauge.set(math.nan)
         self._operations = Operations()
         _register(

@@ -1,1 +1,1 @@
-"""The page of a run: a local server, and the same as one file."""
+"""The page of a run, from a local server or in one file."""

@@ -1,4 +1,4 @@
-"""The addresses of this machine: where the page is listened for, and where a browser finds it."""
+"""Addresses of this machine: those that the page listens on, and those that a browser opens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 _LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
-# Addresses of documentation: nothing is ever sent there.
+# Addresses reserved for documentation: nothing is ever sent there.
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 
@@ -24,10 +24,10 @@ def place_of(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...
 
 
 def reachable(family: socket.AddressFamily, host: str) -> str:
-    """Return a host as a URL has it, for a socket that listens on it.
+    """Return a host in the form of a URL, for a socket that listens on it.
 
-    No browser opens "all addresses". Instead of them it is the one that this machine has in its
-    network, and on a machine without a network that of loopback.
+    A browser cannot open "all addresses". Instead of them, the result is the address of this
+    machine in its network, or the loopback address on a machine without a network.
     """
     if is_everywhere(host):
         host = _own_address(family)
@@ -35,7 +35,7 @@ def reachable(family: socket.AddressFamily, host: str) -> str:
 
 
 def is_everywhere(host: str) -> bool:
-    """Tell whether a host stands for all addresses of this machine."""
+    """Return True if a host means all addresses of this machine."""
     try:
         return ipaddress.ip_address(host or "0.0.0.0").is_unspecified
     except ValueError:
@@ -45,7 +45,8 @@ def is_everywhere(host: str) -> bool:
 def _own_address(family: socket.AddressFamily) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as asked:
         try:
-            # A datagram socket sends nothing here. It looks up the way out, which has an address.
+            # Connecting a datagram socket sends nothing. It selects a route, whose source address
+            # is known.
             asked.connect((_ELSEWHERE[family], 9))
         except OSError:
             return _LOOPBACK[family]

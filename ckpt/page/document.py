@@ -1,4 +1,4 @@
-"""The document of the page: served with its parts beside it, or as one file with all of them."""
+"""The document of the page: served with separate parts, or as one file with all parts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import msgspec
 from ckpt._inspection.json_values import json_text
 from ckpt.page.records import NormsRecord, RunRecord, StepRecord
 
-# In the order in which they run: the last one shows the page.
+# In the order of execution: the last script shows the page.
 SCRIPTS = ("norms.js", "page.js")
 ASSETS = {"page.css": "text/css", **dict.fromkeys(SCRIPTS, "text/javascript")}
 
 
 class StaticData(msgspec.Struct, frozen=True):
-    """All that a page shows that has no server.
+    """The data of a page without a server.
 
     Attributes:
         run: The run.
@@ -37,7 +37,7 @@ def asset(name: str) -> str:
 
 
 def served_page() -> str:
-    """Return the page that asks a server for its parts and its data."""
+    """Return the page that requests its parts and data from a server."""
     parts = ['<link rel="stylesheet" href="page.css">']
     parts += [f'<script src="{name}" defer></script>' for name in SCRIPTS]
     return asset("page.html").replace("<!-- parts -->", "\n".join(parts))
@@ -46,7 +46,7 @@ def served_page() -> str:
 def single_page(data: StaticData) -> str:
     """Return the page as one file, which needs neither a server nor a network."""
     style, scripts = asset("page.css"), [asset(name) for name in SCRIPTS]
-    # In a script element, only this could end it; in JSON it means the same.
+    # In a script element, only "<" could end the data; the escape has the same meaning in JSON.
     encoded = json_text(data).replace("<", "\\u003c")
     allowed = " ".join(f"'{_hash(script)}'" for script in scripts)
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src {allowed}"

@@ -1,4 +1,4 @@
-"""What the page shows, as records; a root that is looked at again and again is read once."""
+"""The data of the page as records; the data of a step that was read once is kept."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from msgspec.structs import replace
 
 from ckpt._inspection.leaf_records import LeafRecord, leaf_records
 from ckpt._inspection.listed_steps import list_root
+from ckpt._inspection.locations import Checkpoint, RunRoot
 from ckpt._inspection.norms import NormReader
-from ckpt._inspection.places import Checkpoint, RunRoot
 from ckpt._inspection.summary import summarize
 from ckpt.errors import CheckpointError, StorageError
 
-# Of these many steps, the newest ones, the page shows where the time of the save went.
+# Number of the newest steps for which the page shows the times of the save.
 _MOST_TIMED = 100
-# So many steps and layers are in the chart and the table of norms.
+# Limits of the steps and layers in the chart and the table of norms.
 _MOST_NORM_STEPS, _MOST_LAYERS = 64, 200
-# A bucket charges for every list.
+# Longer for stores, since a bucket charges for every list.
 _POLL_SECONDS, _POLL_SECONDS_OF_STORES = 2.0, 20.0
 
 
 class RunRecord(Struct, frozen=True):
-    """A run as the page shows it.
+    """A run in the form of the page.
 
-    Numbers of steps are texts, also in the listing: a browser has no whole numbers above 2^53.
+    Numbers of steps are texts, also in the listing: a browser has no integers above 2^53.
 
     Attributes:
         listing: Its steps: a `RootListing`.
-        statistics: Where the time of the newest saves went, in seconds, by step.
-        poll_seconds: How often the page asks again; 0 for a page that does not change.
+        statistics: Seconds that the newest saves spent on each activity, by step.
+        poll_seconds: Interval at which the page asks again; 0 for a page that does not change.
     """
 
     listing: dict[str, Any]
@@ -44,10 +44,10 @@ class RunRecord(Struct, frozen=True):
 
 
 class StepRecord(Struct, frozen=True):
-    """One step as the page shows it.
+    """One step in the form of the page.
 
     Attributes:
-        summary: The step in a few figures: a `CheckpointSummary`, its metadata as JSON.
+        summary: Summary of the step: a `CheckpointSummary`, with its metadata as JSON.
         leaves: Its leaves.
     """
 
@@ -56,11 +56,11 @@ class StepRecord(Struct, frozen=True):
 
 
 class NormsRecord(Struct, frozen=True):
-    """The norms of layers over steps, as the page shows them.
+    """The norms of layers over steps in the form of the page.
 
     Attributes:
-        table: A `NormTable`, with the first of its layers.
-        layers: How many layers there are.
+        table: A `NormTable`, with only the first of its layers.
+        layers: Number of all layers.
     """
 
     table: dict[str, Any]
@@ -71,7 +71,6 @@ class RunReader:
     """Reads one root for the page. Its coroutines may run on any event loop, one at a time."""
 
     def __init__(self, root: RunRoot) -> None:
-        """Read the steps of `root`."""
         self._root = root
         # By step directory and time of commit, since a step may be saved again.
         self._statistics: dict[tuple[str, object], dict[str, float]] = {}
@@ -79,7 +78,7 @@ class RunReader:
 
     @property
     def location(self) -> str:
-        """Where the root is."""
+        """Path or URL of the root."""
         return self._root.location
 
     async def run(self, *, is_live: bool = True) -> RunRecord:
@@ -117,14 +116,14 @@ class RunReader:
         summary = msgspec.to_builtins(summarize(checkpoint))
         _write_out([summary])
         if summary["metadata"] is not None:
-            # Its numbers may be as large, and its texts anything that JSON has.
+            # As text: its numbers may be as large, and its texts may be anything that JSON has.
             summary["metadata"] = json.dumps(
                 summary["metadata"], ensure_ascii=False, separators=(",", ":")
             )
         return StepRecord(summary, list(leaf_records(opened.manifest)))
 
     async def norms(self) -> NormsRecord:
-        """Return the norms of layers over steps, evenly chosen ones if there are many.
+        """Return the norms of layers over steps, evenly chosen steps if there are many.
 
         Raises:
             StorageError: The root cannot be read, or is gone.
@@ -138,7 +137,7 @@ class RunReader:
 
     @contextlib.contextmanager
     def _saying_gone(self) -> Iterator[None]:
-        """Say of an error that the root is gone, where that is the reason."""
+        """Raise an error that says that the root is gone, if that is the reason."""
         try:
             yield
         except StorageError as error:
@@ -154,12 +153,12 @@ class RunReader:
         try:
             return dict((await self._root.index.found(number)).manifest.statistics)
         except CheckpointError:
-            # Deleted or damaged since it was listed: the next list says so.
+            # The step was deleted or damaged after the listing; the next one shows it.
             return {}
 
 
 def _write_out(*lists: Sequence[dict[str, Any]]) -> None:
-    """Make texts of the numbers of steps."""
+    """Convert the numbers of steps to texts."""
     for records in lists:
         for each in records:
             each["step"] = str(each["step"])

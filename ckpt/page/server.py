@@ -1,4 +1,4 @@
-"""The server of the page: read-only, for the browser of the user who has started it."""
+"""The read-only server of the page, for the browser of the user who started it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _PLAIN = Standard()
 class PageServer(ThreadingHTTPServer):
     """Serves the page of one run.
 
-    Who asks must have the token that is in the URL: other users of the machine can reach a loopback
-    port, too, and so can other pages of the user's browser.
+    Requests must have the token in the URL: other users of the machine can reach a loopback port,
+    too, and so can other pages in the user's browser.
     """
 
     daemon_threads = True
@@ -42,13 +42,14 @@ class PageServer(ThreadingHTTPServer):
         """Listen on `host` and `port`; port 0 takes a free one.
 
         Raises:
-            OSError: The port cannot be had.
+            OSError: The port is not available.
         """
         self.reader = reader
-        # Cookies know no ports, and another run may be served beside this one.
+        # Named after the port: cookies are shared by all ports, and another run may be served as
+        # well.
         self.cookie: str = ""
         self.token: str = secrets.token_urlsafe(24)
-        # The index of a root is not for several threads at once.
+        # The index of a root must not be used by several threads at once.
         self.reading: threading.Lock = threading.Lock()
         family, address = place_of(host, port)
         self.family: AddressFamily = family
@@ -57,14 +58,14 @@ class PageServer(ThreadingHTTPServer):
         self.cookie = f"{_COOKIE}-{self.server_address[1]}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of a reader that went away; of anything else one line."""
+        """Print one line for an error, and nothing for a reader that went away."""
         error = sys.exception()
         if not isinstance(error, ConnectionError | TimeoutError):
             sys.stderr.write(f"ckpt: the page could not be served: {error!r}\n")
 
     @property
     def url(self) -> str:
-        """The address of the page, with its token."""
+        """Address of the page, with its token."""
         host, port = self.server_address[:2]
         place = f"{reachable(self.family, str(host))}:{port}"
         return f"http://{place}/?token={self.token}"
@@ -75,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "ckpt"
     sys_version = ""
-    # A client that says nothing must not keep its thread for ever.
+    # A silent client must not keep its thread forever.
     timeout = 60
 
     def do_GET(self) -> None:
@@ -142,4 +143,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the terminal belongs to the command."""
+        """Print nothing: the terminal belongs to the command."""

@@ -1,8 +1,9 @@
 """`Storage`: the protocol of every store, with its steps, attempts, files and notes.
 
-A store holds *step directories*; the directory of a one-shot checkpoint is called so as well. One
-is committed if and only if its manifest validates. An *attempt* is one try at writing a
-step directory, under a new random name. Publishing turns it into one in one atomic operation.
+A store holds *step directories*; a one-shot checkpoint is a step directory, too. A step directory
+is committed if and only if its manifest validates. An *attempt* is one try at writing a step
+directory, under a new random name. Publishing an attempt turns it into the step directory in one
+atomic operation.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from ckpt.errors import InvalidArgumentError, StepExistsError, StepNotFoundError
 
 T = TypeVar("T")
 _NOTE_PART = re.compile(r"^[A-Za-z0-9_.][A-Za-z0-9_.=+,@-]{0,199}\Z")
-# The size of a file in stores that give sizes only with the content.
+# Size of a file in stores that give sizes only with the content.
 UNKNOWN_SIZE = -1
-# Unix seconds beyond which nothing is a time.
+# Unix seconds; larger numbers are not taken for times.
 _LATEST_TIME = 1e11
 
 
@@ -50,11 +51,11 @@ class TrashEntry(Struct, frozen=True):
     """A step directory in the trash.
 
     Attributes:
-        name: Its name there.
-        step_dir: The name that it had.
-        path: Where it is.
-        deleted_ns: When it was moved there, in Unix nanoseconds.
-        save: `Manifest.save` of it, which its copies on the disks of other processes have, too.
+        name: Name in the trash.
+        step_dir: Name before the deletion.
+        path: Path in the trash.
+        deleted_ns: Time of the deletion, in Unix nanoseconds.
+        save: `Manifest.save`, which its copies on the disks of other processes have, too.
     """
 
     name: str
@@ -65,18 +66,17 @@ class TrashEntry(Struct, frozen=True):
 
 
 class AttemptEntry(Struct, frozen=True):
-    """An attempt that was listed: one under way, or what a dead writer left.
+    """An attempt in a list: under way, or left by a dead writer.
 
     Attributes:
         step_dir: Name of the step directory it would become; empty where only its lease is left.
-        id: Its id.
-        is_live: Whether its writer lives: False if a sweep would remove it, None if that cannot be
-            told yet.
-        age_seconds: How long ago it was begun, by the clock of its writer; None if it does not say.
-        silent_seconds: How long ago its lease was last renewed; None if that is not known.
-        nbytes: Bytes that were written of it; None where counting them is not cheap.
+        is_live: True if its writer lives, False if a sweep would remove it, None if that is not
+            known yet.
+        age_seconds: Seconds since it was begun, by the clock of its writer; None if unknown.
+        silent_seconds: Seconds since its lease was last renewed; None if unknown.
+        nbytes: Bytes written so far; None where counting them is not cheap.
         owner: Host and process of its writer, for people.
-        is_removal: Whether nothing is written but removed: a deleted step, or another's attempt.
+        is_removal: True if it is a removal under way: of a deleted step, or of another's attempt.
     """
 
     step_dir: str
@@ -106,11 +106,11 @@ class MapsFiles(Protocol):
         Args:
             step_dir: The step directory.
             path: The file in it.
-            offset: Where in the file to begin.
-            nbytes: How many bytes.
-            then: Called with them, in a worker thread. They stay mapped as long as the memoryview
-                or anything made of it lives, and can be written to, which changes nothing but the
-                memory of this process. What it raises is raised here.
+            offset: Offset of the first byte in the file.
+            nbytes: Number of bytes.
+            then: Called with the bytes, in a worker thread. They stay mapped as long as the
+                memoryview or anything made of it lives. Writing to them changes only the memory of
+                this process. An error that `then` raises is raised here.
 
         Raises:
             CorruptCheckpointError: The file is missing, too short, or not a regular file.
@@ -118,28 +118,8 @@ class MapsFiles(Protocol):
 
 
 @runtime_checkable
-class ReadsTails(Protocol):
-    """A storage that reads the end of a file, without being told how long the file is."""
-
-    async def read_tail(self, step_dir: str, path: str, most: int) -> tuple[bytes, int] | None:
-        """Return the last bytes of a step directory's file, and its size; None if there is none.
-
-        With an empty `step_dir`, it is a file of the root itself. In stores that do not tell the
-        size of a file, it is `UNKNOWN_SIZE`.
-
-        Args:
-            step_dir: The step directory.
-            path: The file in it.
-            most: How many bytes; of a shorter file, all of them.
-
-        Raises:
-            CorruptCheckpointError: It is not a regular file.
-        """
-
-
-@runtime_checkable
 class WritesParts(Protocol):
-    """A storage that takes a data file in parts, so that all of it need not be in memory."""
+    """A storage that takes a data file in parts, so that it need not be in memory as a whole."""
 
     async def write_part(
         self, attempt: Attempt, path: str, offset: int, data: memoryview, *, is_last: bool
@@ -151,52 +131,21 @@ class WritesParts(Protocol):
         Args:
             attempt: The attempt.
             path: The file in it.
-            offset: Where the part begins: 0, or where the one before has ended.
+            offset: Offset of the part: 0, or the end of the part before.
             data: The part.
-            is_last: Whether the file ends with it.
-        """
-
-
-@runtime_checkable
-class SharesFiles(Protocol):
-    """A storage in which two step directories can have the same file, and either can go first."""
-
-    @property
-    def shares_files(self) -> bool:
-        """Whether it can do so here, as far as known."""
-
-    @property
-    def shares_at_once(self) -> bool:
-        """Whether it takes no longer than to open a file, so that a caller may wait for it."""
-
-    async def share(
-        self, attempt: Attempt, step_dir: str, files: Mapping[str, int]
-    ) -> Sequence[str]:
-        """Put durable files of a step directory into the attempt, at the same paths.
-
-        Not a byte passes this program. A file that is missing, has another size or cannot be shared
-        is left out, and the caller writes what it needs of it: sharing saves work, and must not
-        fail a save. Files below 1 MiB may be left out, too, where a write takes no longer.
-
-        Args:
-            attempt: The attempt.
-            step_dir: The step directory, of the same root; with the folder that its manifest names.
-            files: Size in bytes of every file, by its path there.
-
-        Returns:
-            The paths of those that the attempt has now.
+            is_last: True if the file ends with this part.
         """
 
 
 @runtime_checkable
 class LeavesFiles(Protocol):
-    """A storage in which a writer can go on with the files that a dead one has left."""
+    """A storage in which a writer can take over the files that a dead writer has left.
 
-    async def leave(self, attempt: Attempt) -> None:
-        """End an attempt that will not be published, and let its files lie until a sweep."""
+    `Storage.discard(attempt, keep_files=True)` leaves them there, too.
+    """
 
     async def left_at(self, step_dir: str) -> list[str]:
-        """Return the directories of the root in which dead attempts at a step directory lie."""
+        """Return the directories of the root that hold dead attempts at a step directory."""
 
     async def take_over(self, attempt: Attempt, left: str, paths: Sequence[str]) -> Sequence[str]:
         """Move files of a dead attempt into this one, at the same paths, and make them durable.
@@ -206,21 +155,16 @@ class LeavesFiles(Protocol):
 
         Args:
             attempt: The attempt.
-            left: The directory of the dead one; see `left_at`.
+            left: Directory of the dead attempt; see `left_at`.
             paths: The files; the caller knows that they are complete.
 
         Returns:
-            The paths of those that the attempt has now.
+            The paths of the files that the attempt now has.
         """
 
 
-def can_share(storage: Storage) -> bool:
-    """Tell whether two step directories of a storage can have the same file."""
-    return isinstance(storage, SharesFiles) and storage.shares_files
-
-
 class ReadsSteps(Protocol):
-    """What a step is read from: all that a copy needs of its source."""
+    """A place to read steps from: all that a copy needs of its source."""
 
     @property
     def location(self) -> str:
@@ -228,21 +172,21 @@ class ReadsSteps(Protocol):
 
     @property
     def keeps_others(self) -> bool:
-        """Whether files that others put into a step directory survive its removal or replacement.
+        """True if files that others put into a step directory survive its removal or replacement.
 
         Otherwise they are moved away first; see `set_aside`.
         """
 
     async def exists(self, step_dir: str) -> bool:
-        """Tell whether anything has that name, even if it is not a step directory."""
+        """Return True if anything has that name, even if it is not a step directory."""
 
     async def read(self, step_dir: str, path: str, limit: int) -> bytes | None:
         """Return a small file of a step directory, or None if either does not exist.
 
-        With an empty `step_dir`, it is a file of the root itself.
+        An empty `step_dir` means a file of the root itself.
 
         Raises:
-            CorruptCheckpointError: It is not a regular file, or larger than `limit` bytes.
+            CorruptCheckpointError: The file is not a regular file, or larger than `limit` bytes.
         """
 
     async def read_block(
@@ -255,46 +199,61 @@ class ReadsSteps(Protocol):
     ) -> None:
         """Fill `target` with the bytes of a step directory's data file from `offset` on.
 
-        With an empty `step_dir`, it is a file of the root itself.
+        An empty `step_dir` means a file of the root itself.
 
         `target` is in use until this returns, also if it raises or is cancelled.
 
         Args:
             step_dir: The step directory.
             path: The file in it.
-            offset: Where in the file to begin.
-            target: What is filled.
-            then: Called once it is filled, in a worker thread: on a disk in the one that has read
-                the bytes, while they are in the cache of its core. What it raises is raised here.
+            offset: Offset of the first byte in the file.
+            target: The buffer to fill.
+            then: Called once the buffer is filled, in a worker thread: on a disk in the thread that
+                has read the bytes, while they are in the cache of its core. An error that `then`
+                raises is raised here.
 
         Raises:
             CorruptCheckpointError: The file is missing, too short, or not a regular file.
         """
 
 
+class StorageTraits(Struct, frozen=True):
+    """What a storage can do.
+
+    Attributes:
+        lease_seconds: Seconds after the last renewal of its lease for which an attempt is left
+            alone.
+        largest_file_bytes: The largest size of a file.
+        usual_file_bytes: The best size of data files, roughly; None for the size that suits disks.
+            Large items have larger files.
+        shares_files: True if step directories can share files, as far as known.
+        shares_at_once: True if sharing a file takes no longer than opening one, so that callers may
+            wait.
+    """
+
+    lease_seconds: float
+    largest_file_bytes: int
+    usual_file_bytes: int | None
+    shares_files: bool
+    shares_at_once: bool
+
+
 class Storage(ReadsSteps, Protocol):
     """A root that holds step directories. All methods raise `StorageError` if the store fails."""
 
     @property
-    def lease_seconds(self) -> float:
-        """How many seconds after its lease was last renewed an attempt is still left alone."""
-
-    @property
-    def usual_file_bytes(self) -> int | None:
-        """The best size of data files, roughly; None for the size that suits disks.
-
-        Large items have larger files.
-        """
-
-    @property
-    def largest_file_bytes(self) -> int:
-        """The largest size of a file."""
+    def traits(self) -> StorageTraits:
+        """What it can do; `shares_files` may change once that was tried."""
 
     async def prepare(self) -> None:
         """Make the root if it is missing, and raise if it cannot hold step directories."""
 
     async def step_dirs(self) -> list[str]:
-        """Return the names that may be step directories, committed or not, without attempts."""
+        """Return the names that may be steps, committed or not, without attempts.
+
+        They are the names of directories and, where the store can tell, of files whose names end in
+        a number, like the steps of Flax.
+        """
 
     async def files(self, step_dir: str) -> dict[str, int | None]:
         """Return the size in bytes of every file below a step directory, by path relative to it.
@@ -303,18 +262,33 @@ class Storage(ReadsSteps, Protocol):
         In stores that do not list sizes it is `UNKNOWN_SIZE`.
         """
 
-    async def stamps(self, step_dirs: Sequence[str], path: str) -> list[Hashable | None]:
-        """Return for each a value that changes whenever its file `path` may have changed.
+    async def read_tail(self, step_dir: str, path: str, most: int) -> tuple[bytes, int] | None:
+        """Return the last bytes of a step directory's file, and its size; None if there is none.
 
-        None if the step directory or the file does not exist. This is much cheaper than reading the
-        files.
+        An empty `step_dir` means a file of the root itself. The size is `UNKNOWN_SIZE` in stores
+        that do not tell it.
+
+        Args:
+            step_dir: The step directory.
+            path: The file in it.
+            most: Number of bytes; a shorter file is returned whole.
+
+        Raises:
+            CorruptCheckpointError: The file is not a regular file.
+        """
+
+    async def stamps(self, step_dirs: Sequence[str], path: str) -> list[Hashable | None]:
+        """Return, by step directory, a value that changes whenever its file may have changed.
+
+        The value is None if the step directory or its file `path` does not exist. This is much
+        cheaper than reading the files.
         """
 
     async def fingerprint(self, step_dir: str, path: str) -> str | None:
-        """Return a text that differs once a file was changed, and is the same on all hosts.
+        """Return a text that changes whenever a file changes, and is the same on all hosts.
 
-        None if it does not exist. This is much cheaper than reading the file. With an empty
-        `step_dir`, it is a file of the root itself.
+        The text is None if the file does not exist. This is much cheaper than reading the file. An
+        empty `step_dir` means a file of the root itself.
         """
 
     async def read_each(
@@ -325,24 +299,26 @@ class Storage(ReadsSteps, Protocol):
         head: int,
         parse: Callable[[bytes, int], T | None],
     ) -> list[T | None]:
-        """Read the file `path` of many step directories; return what `parse` makes of each.
+        """Read the file `path` of many step directories; return the result of `parse` for each.
 
-        None if it does not exist, is not a regular file or is larger than `limit` bytes. `parse`
-        gets at least the first `head` bytes of the file, and the size of all of it; if it makes
-        None of a part, it gets the whole file. It runs in a thread and must not raise.
+        The result is None if the file does not exist, is not a regular file or is larger than
+        `limit` bytes. `parse` gets at least the first `head` bytes of the file, and the size of all
+        of it. If it returns None for a part, it gets the whole file. It runs in a thread and must
+        not raise.
         """
 
     async def cut_files(self, expected: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
         """Return the step directories in which a file is missing or has another size.
 
-        Their manifest came first, and a copy is still under way or was interrupted; or they were
-        damaged. A store in which that look costs a request for every file answers `{}`.
+        Such a step directory is a copy that is under way or was interrupted, whose manifest came
+        first, or it was damaged. A store that needs a request for every file to find out returns
+        `{}`.
 
         Args:
             expected: By step directory, the size in bytes of files by path relative to it.
 
         Returns:
-            By step directory, which file it is and what it has, for messages.
+            By step directory, the file and what is wrong with it, for messages.
         """
 
     async def begin(self, step_dir: str) -> Attempt:
@@ -355,10 +331,11 @@ class Storage(ReadsSteps, Protocol):
 
         Args:
             step_dir: Name of the step directory it will become.
-            attempt: Its id.
+            attempt: Id of the attempt.
 
         Raises:
-            StorageError: It does not exist: this process sees another root, or it was removed.
+            StorageError: The attempt does not exist: this process sees another root, or it was
+                removed.
         """
 
     async def renew(self, attempt: Attempt) -> None:
@@ -389,6 +366,24 @@ class Storage(ReadsSteps, Protocol):
                 file.
         """
 
+    async def share(
+        self, attempt: Attempt, step_dir: str, files: Mapping[str, int]
+    ) -> Sequence[str]:
+        """Put durable files of a step directory into the attempt, at the same paths.
+
+        The bytes do not pass through this program. A file that is missing, has another size or
+        cannot be shared is left out, and the caller writes it: sharing saves work, and must not
+        fail a save. Files below 1 MiB may be left out, too, where writing them takes no longer.
+
+        Args:
+            attempt: The attempt.
+            step_dir: The step directory in the same root, with the folder that its manifest names.
+            files: Size in bytes of every file, by its path in `step_dir`.
+
+        Returns:
+            The paths of the files that the attempt now has.
+        """
+
     async def publish(
         self,
         attempt: Attempt,
@@ -401,24 +396,30 @@ class Storage(ReadsSteps, Protocol):
 
         Args:
             attempt: The attempt.
-            overwrite: Whether an existing step directory is replaced, in the same atomic operation.
+            overwrite: True replaces an existing step directory, in the same atomic operation.
             replacing: Id of the attempt that the existing step directory came from. Exactly that
                 step directory is replaced, whatever `overwrite` says; if it is gone, nothing is
                 published.
             files: Size in bytes of every file of the attempt, by path. A store in which other
-                programs can easily remove some of them, such as a file system, looks whether all
-                are there, and publishes nothing otherwise.
+                programs can easily remove some of them, such as a file system, checks that all are
+                there, and publishes nothing otherwise.
 
         Raises:
             StepExistsError: The step directory exists and may not be replaced; the attempt stays.
             StepDeletedError: The step directory of `replacing` is gone; the attempt stays.
         """
 
-    async def discard(self, attempt: Attempt, *, joined: bool = False) -> None:
-        """Remove an attempt that will not be published. What cannot be removed is left to `sweep`.
+    async def discard(
+        self, attempt: Attempt, *, joined: bool = False, keep_files: bool = False
+    ) -> None:
+        """Remove an attempt that will not be published; a later `sweep` removes what remains.
 
-        If other processes have `joined` it, they may still write to it, and what they write late
-        must be removed, too.
+        Args:
+            attempt: The attempt.
+            joined: True if other processes have joined the attempt. They may still write to it, and
+                their late files must be removed, too.
+            keep_files: True leaves its files to a sweep where a later attempt can take them over;
+                see `LeavesFiles`.
         """
 
     async def remove(self, step_dir: str, *, attempt: str | None = None) -> bool:
@@ -431,22 +432,22 @@ class Storage(ReadsSteps, Protocol):
         """Move a step directory into a folder, atomically and durably; return its path there.
 
         None if it does not exist. `trash` is a folder below the root, or a path. It is made if it
-        is missing; see `prepare_trash`. `listed` says whether `trashed` knows of it.
+        is missing; see `prepare_trash`. With `listed`, `trashed` returns the step directory.
         """
 
     async def prepare_trash(self, trash: str) -> None:
         """Make the folder `trash`, and raise if step directories cannot be moved into it."""
 
     async def trashed(self, trash: str) -> list[TrashEntry]:
-        """Return what was moved from this root into the folder `trash` and is still there."""
+        """Return the step directories of this root that are in the folder `trash`."""
 
     async def undelete(self, trash: str, name: str, step_dir: str) -> None:
         """Make an entry of the trash the step directory `step_dir`, atomically and durably.
 
         Raises:
-            StepExistsError: There is one of that name; the entry stays.
-            StepNotFoundError: There is no such entry any more.
-            CorruptCheckpointError: Files of it are missing; the entry stays.
+            StepExistsError: There is a step directory of that name; the entry stays.
+            StepNotFoundError: The entry is gone.
+            CorruptCheckpointError: Files of the step are missing; the entry stays.
         """
 
     async def purge(self, trash: str, name: str) -> None:
@@ -455,18 +456,17 @@ class Storage(ReadsSteps, Protocol):
     async def set_aside(self, step_dir: str, paths: Sequence[str]) -> str:
         """Move files of a step directory, durably, into a new folder beside it; return that folder.
 
-        They are files that others put there, and the step directory is about to be removed or
-        replaced.
+        This keeps files that others put into a step directory, before it is removed or replaced.
         """
 
     async def attempts(self) -> list[AttemptEntry]:
-        """Return what `begin` has made in this root and is still there; changes nothing.
+        """Return the attempts in this root, without changing anything.
 
-        What it says of a dead writer is what `sweep` would find at the moment.
+        A writer is reported as dead if `sweep` would take it for dead at this moment.
         """
 
     async def sweep(self) -> list[str]:
-        """Remove what certainly dead writers left; return the names of what was removed.
+        """Remove the remains of writers that are certainly dead; return the removed names.
 
         The id of an attempt is part of its name.
         """
@@ -476,19 +476,18 @@ class Storage(ReadsSteps, Protocol):
     ) -> bool:
         """Write a small file of the root beside the step directories, atomically and durably.
 
+        `read("", name, limit)` reads it.
+
         Args:
             name: Folder and name (`metadata/_ROOT_METADATA`). The folder is made.
             data: Its content.
-            replace: Whether an existing file of that name is replaced.
-            durable: False is quicker, for notes whose name is what matters: all readers see the
+            replace: True replaces an existing file of that name.
+            durable: False is quicker, for notes of which only the name matters: all readers see the
                 name at once, the content may follow a moment later, and a power cut may take both.
 
         Returns:
             False if the file exists and may not be replaced. It was not changed.
         """
-
-    async def read_note(self, name: str, limit: int) -> bytes | None:
-        """Return a file of the root, or None if it does not exist; see `read`."""
 
     async def notes(self, folder: str) -> dict[str, float]:
         """Return the age of every file of a folder of the root, in seconds, by name.
@@ -504,7 +503,7 @@ class Storage(ReadsSteps, Protocol):
 
 
 def time_in(lease: Mapping[str, object], name: str) -> float | None:
-    """Return a time that a lease tells, in Unix seconds; None if it does not."""
+    """Return a time from a lease, in Unix seconds; None if the lease has none."""
     found = lease.get(name)
     return float(found) if isinstance(found, int | float) and abs(found) < _LATEST_TIME else None
 
@@ -517,14 +516,12 @@ def owner_of(lease: Mapping[str, object]) -> str:
 
 
 def undelete_exists(where: str) -> StepExistsError:
-    """Return the error for a step that was not undeleted because there is one."""
     return StepExistsError(
         f"{where} exists, so it was not undeleted. Delete or move what is there first"
     )
 
 
 def undelete_missing(where: str) -> StepNotFoundError:
-    """Return the error for an entry of the trash that is gone."""
     return StepNotFoundError(f"{where} is not in the trash any more")
 
 
@@ -532,7 +529,7 @@ def note_parts(name: str) -> tuple[str, str]:
     """Return the folder of a note and its name in it.
 
     Raises:
-        InvalidArgumentError: It is not the name of a note.
+        InvalidArgumentError: `name` is not the name of a note.
     """
     folder, _, file = name.partition("/")
     if any(part in (".", "..") or not _NOTE_PART.match(part) for part in (folder, file)):

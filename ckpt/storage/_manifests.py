@@ -1,4 +1,4 @@
-"""Manifests of a root: reading and checking them, and what a failed read means."""
+"""Manifests of a root: reading and checking them, and finding out why a read has failed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ckpt._format.history import WENT_BACK_NOTE, is_rest_of
+from ckpt._format.history import WENT_BACK_NOTE, is_same_save
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, OWN_FORMAT
 from ckpt._format.step_files.item_file_names import is_item_name
 from ckpt._runtime.threads import run_in_thread
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 _SMALL_BYTES = 8 << 10
 
 
-def lies_in(step_dir: str, manifest: Manifest) -> str:
+def files_folder(step_dir: str, manifest: Manifest) -> str:
     """Return the directory that holds the files of a step directory, relative to the root."""
     return f"{step_dir}/{manifest.folder}" if manifest.folder else step_dir
 
 
 async def note_branch(storage: Storage, left_behind: Sequence[int]) -> None:
-    """Note in a root that a step, which is not there yet, leaves others behind.
+    """Note in a root that a step about to be published leaves others behind.
 
     Readers look at `Manifest.left_behind` only in roots that have this note.
     """
@@ -52,11 +52,11 @@ async def read_manifest(storage: ReadsSteps, step_dir: str, *, step: int | None 
 async def read_sized(
     storage: ReadsSteps, step_dir: str, *, step: int | None = None
 ) -> tuple[Manifest, int]:
-    """Return the manifest of a step directory, and the bytes of its file.
+    """Return the manifest of a step directory, and the size of its file in bytes.
 
     Args:
         storage: The root.
-        step_dir: Its name.
+        step_dir: Name of the step directory.
         step: The expected step, or None for a one-shot checkpoint or any step.
 
     Raises:
@@ -74,7 +74,7 @@ async def read_sized(
     with located(step=step):
         manifest = await _decoded(data, f"{where}/{FILE_NAME}")
     if step is not None and manifest.step is None:
-        # A checkpoint by itself is the step that its directory is named as.
+        # A one-shot checkpoint counts as the step that its directory is named after.
         manifest = replace(manifest, step=step)
     if step is not None and manifest.step != step:
         raise CorruptCheckpointError(
@@ -97,7 +97,6 @@ async def read_sized(
 
 
 def no_manifest(where: str) -> NotACheckpointError:
-    """Return the error for a path without a manifest."""
     return NotACheckpointError(
         f"{where} holds no committed checkpoint: there is no {FILE_NAME} in it. Give the path that "
         "ckpt.save wrote, or one step of a manager's root (runs/a/100)"
@@ -105,7 +104,7 @@ def no_manifest(where: str) -> NotACheckpointError:
 
 
 async def _decoded(data: bytes, where: str) -> Manifest:
-    # With numpy, which lists of steps do without.
+    # Imported late: it needs numpy, and lists of steps do not.
     from ckpt._format.manifest import decode
 
     if len(data) <= _SMALL_BYTES:
@@ -132,14 +131,10 @@ async def refuse_deleted(
 ) -> None:
     """Raise if the checkpoint that a manifest describes is gone.
 
-    Args:
-        storage: The root.
-        step_dir: Its name.
-        manifest: The manifest that was read before.
-        error: The error that gave reason to check.
+    `manifest` was read before; `error` is the error of the read that failed.
 
     Raises:
-        StepDeletedError: It was deleted or replaced.
+        StepDeletedError: The checkpoint was deleted or replaced.
     """
     fate = await _fate_of(storage, step_dir, manifest)
     if fate is not None:
@@ -151,7 +146,7 @@ async def refuse_deleted(
 
 
 async def _fate_of(storage: ReadsSteps, step_dir: str, manifest: Manifest) -> str | None:
-    """Return what happened to the checkpoint of `manifest`; None if it is still there."""
+    """Return "deleted" or "replaced" for the checkpoint of `manifest`; None if it is there."""
     try:
         if manifest.format != OWN_FORMAT:
             is_there = await storage.exists(step_dir) or await _is_file(storage, step_dir)
@@ -167,22 +162,19 @@ async def _fate_of(storage: ReadsSteps, step_dir: str, manifest: Manifest) -> st
 
 
 async def has_lost_items(storage: ReadsSteps, step_dir: str, manifest: Manifest) -> bool:
-    """Tell whether a checkpoint is still there, and only items were taken out of it.
+    """Return True if a checkpoint is still there and has only lost items.
 
-    Args:
-        storage: The root.
-        step_dir: Its name.
-        manifest: The manifest that was read before.
+    `manifest` was read before.
     """
     try:
         found = await read_manifest(storage, step_dir, step=manifest.step)
     except CheckpointError:
         return False
-    return found.attempt != manifest.attempt and is_rest_of(found, manifest)
+    return found.attempt != manifest.attempt and is_same_save(found, manifest)
 
 
 async def _is_file(storage: ReadsSteps, name: str) -> bool:
-    """Tell whether a checkpoint of another library that is a single file is still there."""
+    """Return True if a single-file checkpoint of another library is still there."""
     try:
         await storage.read_block("", name, 0, memoryview(bytearray(1)))
     except CorruptCheckpointError:

@@ -4,54 +4,56 @@ from __future__ import annotations
 
 import os
 import re
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from msgspec import Struct
 
 from ckpt._arguments import invalid, shown
+from ckpt._redaction import redact
 from ckpt._settings import Timeouts
-from ckpt.errors import InvalidArgumentError
+from ckpt.errors import CheckpointError, InvalidArgumentError
 from ckpt.storage._base import Storage
 from ckpt.storage._local.config import Local
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._object.config import GCS, S3, Memory, StoreConfig, parent_of, parts_of
-from ckpt.storage._plugins import open_installed, schemes
+from ckpt.storage._store import Store
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+# Entry point group in which packages register schemes.
+ENTRY_POINTS = "ckpt.storage"
+_BUILT_IN = ("file", "gs", "memory", "s3")
 # A path, a URL, or a store.
 PathLike = str | os.PathLike[str] | Local | S3 | GCS | Memory
 
 _DEFAULT_TIMEOUTS = Timeouts()
-# With the set-group bit, so that all files belong to the group, whichever user makes them.
-_MOST_PERMISSIONS = 0o7777
-_OWNER = 0o700
 _STORES: dict[str, Callable[[str], StoreConfig]] = {"s3": S3, "gs": GCS, "memory": Memory}
-# Names that other programs use.
+# Names of the same schemes in other programs.
 _OTHER_NAMES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):(/?)")
 
 
 def open_root(
-    path: PathLike,
+    path: PathLike | Store,
     timeouts: Timeouts = _DEFAULT_TIMEOUTS,
     *,
     create: bool = True,
-    permission_mode: int | None = None,
 ) -> Storage:
     """Return the storage whose root is `path`.
 
     Args:
-        path: The root: a path, a URL or a store.
+        path: The root: a path, a URL or a store; also a `Store` of another package.
         timeouts: How long leases last.
-        create: Whether the root is made if it does not exist.
-        permission_mode: Permissions of new directories; files get them without execution. None
-            lets both follow the umask.
+        create: True makes the root if it does not exist.
 
     Raises:
-        InvalidArgumentError: It is not a path, or there is no storage for it; or the mode does not
-            let its owner do everything, or the store has no permissions.
+        InvalidArgumentError: `path` is not a path, or no storage serves it.
 
     Example:
         ```python
@@ -59,30 +61,16 @@ def open_root(
         print(storage.location)
         ```
     """
-    if permission_mode is not None and (
-        type(permission_mode) is not int
-        or not 0 <= permission_mode <= _MOST_PERMISSIONS
-        or permission_mode & _OWNER != _OWNER
-    ):
-        what = "permissions that allow the owner of a directory everything, such as 0o750"
-        if type(permission_mode) is int and re.fullmatch("7[0-7]{2}", str(permission_mode)):
-            what += f". Did you mean 0o{permission_mode}?"
-        raise invalid("permission_mode", permission_mode, what)
-    local = _place(path)
+    local = path if isinstance(path, Store) else _place(path)
     if isinstance(local, Path):
         given = path if isinstance(path, Local) else Local(local)
         return LocalStorage(
             local,
             timeouts,
             create=create,
-            mode=permission_mode,
+            mode=given.permission_mode,
             io=given.io,
             hard_links=given.hard_links,
-        )
-    if permission_mode is not None:
-        raise InvalidArgumentError(
-            f"permission_mode={permission_mode:#o}: objects have no such permissions. Set the "
-            "policy of the bucket instead"
         )
     return _open_remote(local, timeouts, create=create)
 
@@ -91,7 +79,7 @@ def local_path(path: PathLike) -> Path | None:
     """Return the path of a place on a disk; None for one in a store.
 
     Raises:
-        InvalidArgumentError: It is not a path.
+        InvalidArgumentError: `path` is not a path.
     """
     place = _place(path)
     return place if isinstance(place, Path) else None
@@ -119,10 +107,10 @@ def open_beside(storage: Storage, folder: str) -> Storage:
 
 
 def refuse_inside(source: str, target: str) -> None:
-    """Raise if the place of what is written is inside of what it is made of.
+    """Refuse a target inside the source that it is made of.
 
     Raises:
-        InvalidArgumentError: It is.
+        InvalidArgumentError: `target` is inside `source`.
     """
     above, below = (os.path.join(os.path.realpath(each), "") for each in (source, target))
     if below.startswith(above) and below != above:
@@ -133,9 +121,10 @@ def refuse_inside(source: str, target: str) -> None:
 
 
 def followed(storage: Storage, step_dir: str, path: str) -> tuple[Storage, str, str]:
-    """Return where a file really is, if it is a symbolic link on a disk.
+    """Return the real place of a file, if it is a symbolic link on a disk.
 
-    Caches of models are made of links: the user who gives the path of one means the files.
+    Caches of models consist of links; a user who passes the path of a link means the file behind
+    it.
 
     Returns:
         A storage, the directory in it and the path of the file there.
@@ -154,10 +143,10 @@ def check_trash(
     Args:
         root: The root.
         trash: A folder below it, or an absolute path.
-        is_step: Tells whether a directory of the root may be a step.
+        is_step: Returns True if a directory of the root may be a step.
 
     Raises:
-        InvalidArgumentError: It is the root itself, or could be a step, or is inside one.
+        InvalidArgumentError: The folder is the root itself, or could be a step, or is inside one.
     """
     local = _place(root)
     if not isinstance(local, Path):
@@ -184,8 +173,8 @@ def open_step_dir(path: PathLike, *, follow: bool = False) -> tuple[Storage, str
 
     Args:
         path: The path.
-        follow: Whether to follow a symbolic link of that name. Readers do: links that the user
-            names are trusted, those in a checkpoint are not.
+        follow: True follows a symbolic link of that name. Readers do: links that the user names are
+            trusted, links in a checkpoint are not.
 
     Raises:
         InvalidArgumentError: As `open_root`, or the path has no last name.
@@ -202,8 +191,9 @@ def open_step_dir(path: PathLike, *, follow: bool = False) -> tuple[Storage, str
     local = Path(os.path.realpath(given) if follow else os.path.abspath(given))
     if not local.name:
         raise invalid("path", path, "the path of a directory, not a root")
-    io = path.io if isinstance(path, Local) else "direct"
-    return LocalStorage(local.parent, _DEFAULT_TIMEOUTS, io=io), local.name
+    own = path if isinstance(path, Local) else Local(local)
+    storage = LocalStorage(local.parent, _DEFAULT_TIMEOUTS, mode=own.permission_mode, io=own.io)
+    return storage, local.name
 
 
 class _Url(Struct, frozen=True):
@@ -213,23 +203,70 @@ class _Url(Struct, frozen=True):
     text: str
 
 
-def _open_remote(place: StoreConfig | _Url, timeouts: Timeouts, *, create: bool) -> Storage:
-    if not isinstance(place, _Url):
-        # With TensorStore; a root on a disk is opened without.
-        from ckpt.storage._object.storage import ObjectStorage
+def _open_remote(place: StoreConfig | Store | _Url, timeouts: Timeouts, *, create: bool) -> Storage:
+    # Imported late: it needs TensorStore, and a root on a disk does not.
+    from ckpt.storage._object.storage import ObjectStorage
 
-        return ObjectStorage(place, timeouts, create=create)
-    storage = open_installed(place.scheme, place.text, timeouts, create=create)
-    if storage is None:
+    store = _open_installed(place) if isinstance(place, _Url) else place
+    return ObjectStorage(store, timeouts, create=create)
+
+
+def _open_installed(place: _Url) -> Store:
+    """Return the store that an installed package opens for a URL.
+
+    The registered function is called as `open(url)`.
+
+    Raises:
+        InvalidArgumentError: There is no such package, it cannot be used, or does not accept the
+            URL.
+        CheckpointError: The function raised it.
+    """
+    url = place.text
+    point = next((each for each in _points() if each.name == place.scheme), None)
+    if point is None:
         usual = _OTHER_NAMES.get(place.scheme)
         advice = (
             "Install the package that provides it, or give a path of a local or mounted file system"
         )
         raise InvalidArgumentError(
-            f"path={shown(place.text)}: no storage is known for {place.scheme!r:.40}, only "
-            f"{', '.join(schemes())}. {f'Use {usual}://' if usual else advice}"
+            f"path={shown(url)}: no storage is known for {place.scheme!r:.40}, only "
+            f"{', '.join(_schemes())}. {f'Use {usual}://' if usual else advice}"
         )
-    return storage
+    what = f"path={shown(url)}: {point.value!r:.120}, which is installed for {place.scheme}://,"
+    try:
+        opened: Any = point.load()(url)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"{what} raised {type(error).__name__}: {error}"
+        ) from _if_harmless(error)
+    missing = [name for name in dir(Store) if name[0] != "_" and not hasattr(opened, name)]
+    if missing:
+        raise InvalidArgumentError(
+            f"{what} gave {type(opened).__name__}, which is not a store: it lacks "
+            f"{', '.join(missing[:5])}"
+        )
+    store: Store = opened
+    return store
+
+
+def _schemes() -> list[str]:
+    """Return the schemes of all stores that are built in or installed."""
+    return sorted({*_BUILT_IN, *(point.name for point in _points())})
+
+
+def _points() -> list[EntryPoint]:
+    # Imported late: it takes 20 ms, and most programs use built-in schemes.
+    from importlib.metadata import entry_points
+
+    return list(entry_points(group=ENTRY_POINTS))
+
+
+def _if_harmless(error: Exception) -> Exception | None:
+    """Return an error, or None if its traceback would show secrets."""
+    text = "".join(traceback.format_exception(error))
+    return error if redact(text) == text else None
 
 
 def _place(path: PathLike) -> Path | StoreConfig | _Url:
@@ -246,7 +283,7 @@ def _place(path: PathLike) -> Path | StoreConfig | _Url:
     if scheme is None:
         return _absolute(text)
     kind = scheme[1].lower()
-    if not scheme[2] and kind not in _OTHER_NAMES and kind not in schemes():
+    if not scheme[2] and kind not in _OTHER_NAMES and kind not in _schemes():
         return _absolute(text)
     if kind in _STORES:
         return _STORES[kind](text)
@@ -268,7 +305,7 @@ def _place(path: PathLike) -> Path | StoreConfig | _Url:
 
 
 def _absolute(text: str) -> Path:
-    """Return a path as it is meant now: a program may change its working directory later."""
+    """Return a path made absolute now: a program may change its working directory later."""
     given = os.path.expanduser(text)
     if given.startswith("~"):
         raise InvalidArgumentError(

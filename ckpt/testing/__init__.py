@@ -1,12 +1,13 @@
 """Tools for tests of code that saves checkpoints.
 
-The library itself does not import them. Each says what it needs beyond the library:
+The library itself does not import them.
 
-- `ckpt.testing.conformance`: suites that tell whether a handler or a store of your own does what
-  the library relies on, tried on real checkpoints.
+- `ckpt.testing.conformance`: suites that check, on real checkpoints, that your own handler or store
+  keeps the promises that the library relies on.
 - `ckpt.testing.faults`: file operations of this process that fail, are cut short, or wait, and a
   record of them.
-- `ckpt.testing.compare`: whether a restored tree is exactly the one that was saved.
-- `ckpt.testing.coordination`: what the processes of a simulated job share.
+- `ckpt.testing.clock`: another clock for managers.
+- `ckpt.testing.compare`: exact comparison of a restored tree with the saved one.
+- `ckpt.testing.coordination`: the key-value store that the processes of a simulated job share.
 - `ckpt.testing.strategies`: Hypothesis strategies for trees and leaves (needs `hypothesis`).
 """

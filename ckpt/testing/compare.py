@@ -17,10 +17,10 @@ __all__ = ["differences"]
 def differences(expected: Any, found: Any, *, shared: bool = False) -> list[str]:
     """Return one line for every place where two trees differ; none if they are the same.
 
-    Stricter than `==`: the kinds of containers and leaves, the types of keys and their order in
-    dicts, dtypes, and every bit of an array count, so `-0.0` is not `0.0` and `1` is not `True`.
-    Nodes of registered classes have to agree in what they hold beside their children, too. Python
-    NaNs count as equal to each other.
+    The comparison is stricter than `==`: the kinds of containers and leaves, the types of keys and
+    their order in dicts, dtypes, and every bit of an array count. Thus `-0.0` is not `0.0`, and `1`
+    is not `True`. For nodes of registered classes, the data beside the children must be equal, too.
+    Python NaNs count as equal to each other.
 
     Example:
         ```python
@@ -28,17 +28,18 @@ def differences(expected: Any, found: Any, *, shared: bool = False) -> list[str]
         ```
 
     Args:
-        expected: The tree as it should be.
-        found: The tree as it is.
-        shared: Whether arrays that are one object at several places have to be so in both trees. A
-            checkpoint keeps that without a target; with one it is up to the target.
+        expected: The expected tree.
+        found: The tree to compare with it.
+        shared: True to require that arrays which are one object at several places are one object in
+            both trees. A checkpoint preserves that without a target; with a target, the target
+            decides.
     """
     lines = list(_compare(expected, found, "tree"))
     return lines if lines or not shared else list(_compare_shared(expected, found))
 
 
 def _compare_shared(expected: Any, found: Any) -> Iterator[str]:
-    """Compare which places share an array object, in trees that are otherwise the same."""
+    """Compare which places share an array object, in trees that are equal otherwise."""
     first: dict[int, tuple[int, str]] = {}
     other: dict[int, int] = {}
     pairs, _ = jax.tree_util.tree_flatten_with_path(expected)
@@ -106,7 +107,7 @@ def _compare_nodes(expected: Any, found: Any, where: str) -> Iterator[str]:
     try:
         same = bool(beside == other)
     except Exception:
-        # Static data that cannot be compared, such as an array; whatever its class raises.
+        # Static data that cannot be compared, such as an array; its class may raise any error.
         same = repr(beside) == repr(other)
     if not same:
         yield f"{where}: expected {beside!s:.200}, found {other!s:.200}"

@@ -1,8 +1,8 @@
 """Hypothesis strategies for everything a checkpoint can hold.
 
-They reach for what breaks checkpoints: keys such as `/`, `.`, `""` and `%`, empty containers,
-0-d and size-0 arrays, every dtype, arrays that are not contiguous or not writable, `nan`, `-0.0`,
-and integers beyond 64 bits.
+They prefer cases that break checkpoints: keys such as `/`, `.`, `""` and `%`, empty containers, 0-d
+and size-0 arrays, every dtype, arrays that are not contiguous or not writable, `nan`, `-0.0`, and
+integers beyond 64 bits.
 
 ```python
 from hypothesis import given
@@ -55,7 +55,7 @@ __all__ = [
 PyTree = Any
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Characters that mean something in stored names, file paths, URLs, JSON or formats.
+# Characters with a meaning in stored names, file paths, URLs, JSON or formats.
 _ODD_CHARACTERS = "/.%\\:;*?\"'<>|{}[]()#@ \0\n\x7f\u00a0\u200b\u00e9\u4e2d\U0001f600kKeE02FA"
 _ODD_KEYS = (
     "",
@@ -114,7 +114,7 @@ class Module:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass
 class Box:
-    """A class around one value, as frameworks have for their parameters."""
+    """A class around one value, such as frameworks use for their parameters."""
 
     value: Any
     tag: str | None = None
@@ -131,16 +131,16 @@ class Box:
 
 
 def dtypes() -> SearchStrategy[np.dtype[Any]]:
-    """Return every dtype that can be stored, those of `ml_dtypes` included."""
+    """Return every dtype that can be stored, including those of `ml_dtypes`."""
     return st.sampled_from(list(DTYPES.values()))
 
 
 def shapes(max_rank: int = 4, max_side: int = 5) -> SearchStrategy[tuple[int, ...]]:
-    """Return array shapes, 0-d and size-0 ones included.
+    """Return array shapes, including 0-d and size-0 shapes.
 
     Args:
         max_rank: Greatest number of dimensions.
-        max_side: Greatest length of one.
+        max_side: Greatest length of a dimension.
     """
     return st.lists(st.integers(0, max_side), max_size=max_rank).map(tuple)
 
@@ -152,8 +152,8 @@ def arrays(
     """Return numpy arrays of any bits: C-ordered, Fortran-ordered, strided, reversed, read-only.
 
     Args:
-        dtype: Their dtype or a strategy for it; any that can be stored by default.
-        shape: Their shape or a strategy for it; `shapes()` by default.
+        dtype: Their dtype or a strategy for it; by default, any that can be stored.
+        shape: Their shape or a strategy for it; by default, `shapes()`.
     """
     return _arrays(
         dtypes() if dtype is None else _as_strategy(dtype),
@@ -167,7 +167,7 @@ def numpy_scalars() -> SearchStrategy[np.generic]:
 
 
 def python_scalars() -> SearchStrategy[bool | int | float | complex | str | bytes]:
-    """Return Python scalars: integers of any size, all floats, text and bytes among them."""
+    """Return Python scalars, including integers of any size, all floats, text and bytes."""
     return st.one_of(
         st.booleans(),
         st.integers(),
@@ -186,11 +186,11 @@ def leaves() -> SearchStrategy[Any]:
 
 @st.composite
 def shardings(draw: st.DrawFn, shape: tuple[int, ...]) -> jax.sharding.Sharding:
-    """Return shardings of arrays of `shape` over the local devices: of one, of meshes, replicated.
+    """Return shardings for arrays of `shape` over the local devices: single, on meshes, replicated.
 
     Args:
         draw: Filled in by Hypothesis.
-        shape: Shape of the array; what is drawn divides it.
+        shape: Shape of the array; it is divisible by all shardings that are drawn.
     """
     devices = jax.devices()
     if draw(st.booleans()):
@@ -214,11 +214,11 @@ def shardings(draw: st.DrawFn, shape: tuple[int, ...]) -> jax.sharding.Sharding:
 def jax_arrays(
     draw: st.DrawFn, shape: tuple[int, ...] | SearchStrategy[tuple[int, ...]] | None = None
 ) -> jax.Array:
-    """Return jax arrays of every dtype that jax has here: placed, free, and weakly typed.
+    """Return jax arrays of every dtype that jax supports here: placed, free, and weakly typed.
 
     Args:
         draw: Filled in by Hypothesis.
-        shape: Their shape or a strategy for it; short ones by default.
+        shape: Their shape or a strategy for it; by default, short ones.
     """
     sides = draw(shapes(3, 8) if shape is None else _as_strategy(shape))
     kind = draw(st.sampled_from(["free", "placed", "placed", "weak"]))
@@ -231,7 +231,7 @@ def jax_arrays(
 
 @st.composite
 def prng_keys(draw: st.DrawFn) -> jax.Array:
-    """Return typed PRNG keys of every implementation, single ones and arrays, some placed."""
+    """Return typed PRNG keys of every implementation: single keys and arrays, some placed."""
     impl = draw(st.sampled_from(["threefry2x32", "rbg", "unsafe_rbg"]))
     sides = draw(st.sampled_from([(), (3,), (2, 0), (8,), (4, 2)]))
     key = jax.random.key(draw(st.integers(0, 2**31 - 1)), impl=impl)
@@ -241,13 +241,13 @@ def prng_keys(draw: st.DrawFn) -> jax.Array:
 
 @st.composite
 def states(draw: st.DrawFn, max_leaves: int = 10) -> PyTree:
-    """Return trees as programs have them: with arrays on devices, keys, modules, shared arrays.
+    """Return trees like those of programs: device arrays, keys, modules, and shared arrays.
 
     Args:
         draw: Filled in by Hypothesis.
-        max_leaves: About how many leaves a tree has at most.
+        max_leaves: Approximate limit of the leaves of a tree.
     """
-    # Sampled from, these come more than once: one object at several places.
+    # Sampled leaves come more than once, as one object at several places.
     shared = draw(st.lists(_evenly(jax_arrays(), prng_keys(), arrays()), min_size=1, max_size=2))
     leaf = _evenly(leaves(), jax_arrays(), prng_keys(), st.sampled_from(shared))
     return draw(
@@ -260,7 +260,7 @@ def states(draw: st.DrawFn, max_leaves: int = 10) -> PyTree:
 
 
 def string_keys() -> SearchStrategy[str]:
-    """Return dict keys that are strings, most of them awkward."""
+    """Return dict keys that are strings; most of them are awkward."""
     return st.one_of(
         st.text("abc", min_size=1, max_size=3),
         st.sampled_from(_ODD_KEYS),
@@ -278,18 +278,18 @@ def trees(leaf: SearchStrategy[Any] | None = None, max_leaves: int = 10) -> Sear
     """Return trees of every built-in container, namedtuples and None.
 
     Args:
-        leaf: What their leaves are drawn from; `leaves()` by default.
-        max_leaves: About how many leaves a tree has at most.
+        leaf: Strategy for their leaves; by default, `leaves()`.
+        max_leaves: Approximate limit of the leaves of a tree.
     """
     small = _evenly(leaves() if leaf is None else leaf, _empty_nodes())
     large = st.recursive(small, _nodes, max_leaves=max_leaves)
-    # Left to itself, `recursive` hardly ever gives a tree that is one leaf.
+    # By itself, `recursive` hardly ever gives a tree that is a single leaf.
     return _evenly(small, large, large, large)
 
 
 @st.composite
 def _evenly(draw: st.DrawFn, *choices: SearchStrategy[Any]) -> Any:
-    """Draw from each of `choices` equally often; `one_of` goes by how many branches each has."""
+    """Draw from each of `choices` equally often; `one_of` weighs them by their branches."""
     return draw(choices[draw(st.integers(0, len(choices) - 1))])
 
 
@@ -323,7 +323,7 @@ def _from_bytes(draw: st.DrawFn, dtype: np.dtype[Any], shape: tuple[int, ...]) -
 
 
 def _legal_bytes(dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
-    """Return the bytes an element may consist of, or None if any will do."""
+    """Return the values that a byte of an element may have, or None if all are legal."""
     numbers = {
         "bool": range(2),
         "int2": range(-2, 2),
@@ -337,7 +337,7 @@ def _legal_bytes(dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[np.uint8]] | 
 
 
 def _sortable_keys() -> Sequence[SearchStrategy[Hashable]]:
-    """Return kinds of keys; all of one kind can be sorted, which jax asks of the keys of a dict."""
+    """Return kinds of keys; keys of one kind can be sorted, as jax requires for a dict."""
     integers = st.one_of(st.integers(-3, 11), st.sampled_from(_INTEGERS))
     return [
         string_keys(),
@@ -384,7 +384,7 @@ def _registered(children: SearchStrategy[PyTree]) -> SearchStrategy[PyTree]:
 
 
 def _is_itself(value: Any) -> bool:
-    # A NaN in a treedef makes it unequal to any other one.
+    # A NaN in a treedef makes it unequal to every other treedef.
     return bool(value == value)
 
 

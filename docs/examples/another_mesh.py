@@ -21,7 +21,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ckpt
-from ckpt import policies
 
 State = dict[str, Any]
 TEST = 2**31 - 1  # the number of a batch that no step trains on
@@ -63,11 +62,11 @@ def main(root: str, steps: int, shape: tuple[int, ...]) -> None:
         return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
 
     fresh = jax.jit(init_state, out_shardings=shardings)
-    last = policies.SpecificSteps([steps - 1])
+    last = ckpt.save_when.Steps([steps - 1])
     with ckpt.sync.CheckpointManager(
         root,
-        save_policy=policies.AnySave(policies.FixedInterval(50), last),
-        preservation=policies.LatestN(3),
+        save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(50), last),
+        keep=3,
     ) as mgr:
         start, state = mgr.resume(fresh, like=ckpt.abstract(init_state, shardings))
         print(f"resumed at step {start}" if start else "a new run", flush=True)

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import optax
 
 import ckpt
-from ckpt import policies
 
 TEST = 2**31 - 1  # the number of a batch that no step trains on
 OPTIMIZER = optax.adam(1e-2)
@@ -45,11 +44,11 @@ def init() -> tuple[eqx.nn.MLP, optax.OptState]:
 
 def main(root: str, steps: int) -> None:
     """Train to the last step, from wherever the run has come to."""
-    last = policies.SpecificSteps([steps - 1])
+    last = ckpt.save_when.Steps([steps - 1])
     with ckpt.sync.CheckpointManager(
         root,
-        save_policy=policies.AnySave(policies.FixedInterval(50), last),
-        preservation=policies.LatestN(3),
+        save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(50), last),
+        keep=3,
     ) as mgr:
         # Called for a new run only. The activation functions in the module are not stored: a run
         # that goes on takes them from here as well.

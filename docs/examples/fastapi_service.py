@@ -25,7 +25,6 @@ import uvicorn
 from fastapi import FastAPI, HTTPException
 
 import ckpt
-from ckpt import policies
 
 Params = dict[str, jax.Array]
 TEST = 2**31 - 1  # the number of a batch that no step trains on
@@ -66,11 +65,11 @@ def train_step(state: dict[str, Any], number: int) -> dict[str, Any]:
 
 def train(root: str, steps: int) -> None:
     """Train to the last step, from wherever the run has come to."""
-    last = policies.SpecificSteps([steps - 1])
+    last = ckpt.save_when.Steps([steps - 1])
     with ckpt.sync.CheckpointManager(
         root,
-        save_policy=policies.AnySave(policies.FixedInterval(50), last),
-        preservation=policies.LatestN(3),
+        save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(50), last),
+        keep=3,
     ) as mgr:
         start, state = mgr.resume(init_state)
         print(f"resumed at step {start}" if start else "a new run", flush=True)

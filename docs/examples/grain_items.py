@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import ckpt
-from ckpt import policies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +58,11 @@ def train_step(
 
 def main(root: str, steps: int, rate: float) -> None:
     """Train to the last step, from wherever the run has come to."""
-    last = policies.SpecificSteps([steps - 1])
+    last = ckpt.save_when.Steps([steps - 1])
     with ckpt.sync.CheckpointManager(
         root,
-        save_policy=policies.AnySave(policies.FixedInterval(50), last),
-        preservation=policies.LatestN(3),
+        save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(50), last),
+        keep=3,
     ) as mgr:
         fresh = {
             "model": init_model,

@@ -18,7 +18,6 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import ckpt
-from ckpt import policies
 
 TEST = 2**31 - 1  # the number of a batch that no step trains on
 
@@ -56,8 +55,8 @@ def train(root: str, steps: int) -> None:
     """Train to the last step, from wherever the run has come to."""
     with ckpt.sync.CheckpointManager(
         root,
-        save_policy=policies.FixedInterval(50),
-        preservation=policies.BestN(3, metric="loss", mode="min"),  # and the latest
+        save_when=ckpt.save_when.EverySteps(50),
+        keep=ckpt.keep.Best(3, metric="loss", mode="min"),  # and the latest
     ) as mgr:
         _, state = mgr.resume(make)  # the state counts its steps itself
         print(f"resumed after step {state.step}" if state.step else "a new run", flush=True)
@@ -69,7 +68,7 @@ def train(root: str, steps: int) -> None:
 
 def best(root: str) -> None:
     """Load the best step as an evaluator does: `...` stands for what is not read."""
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         step = mgr.best_step("loss", "min")
         state = mgr.restore(step, like=jax.eval_shape(make).replace(opt_state=...))
     print(f"best: step {step}, loss {loss_of(state.params, state, TEST)}")

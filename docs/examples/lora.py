@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import optax
 
 import ckpt
-from ckpt import policies
 
 Params = dict[str, jax.Array]
 State = dict[str, Any]
@@ -78,7 +77,9 @@ def pretrain(path: Path) -> None:
     opt_state = OPTIMIZER.init(params)
     for step in range(200):
         params, opt_state = train_step(base_loss, params, opt_state, step)
-    ckpt.sync.save(path, {"params": params, "opt_state": opt_state}, vital_signs=True)
+    ckpt.sync.save(
+        path, {"params": params, "opt_state": opt_state}, extensions=[ckpt.extensions.VitalSigns()]
+    )
 
 
 def report(commit: ckpt.Commit) -> None:
@@ -97,13 +98,13 @@ def main(root: Path, steps: int) -> None:
     base_path = root.with_name(f"{root.name}-base")
     if not base_path.exists():
         pretrain(base_path)
-    last = policies.SpecificSteps([steps - 1])
+    last = ckpt.save_when.Steps([steps - 1])
     with ckpt.sync.CheckpointManager(
         root,
-        save_policy=policies.AnySave(policies.FixedInterval(50), last),
-        preservation=policies.LatestN(3),
-        metadata={"base": str(base_path)},
-        vital_signs=True,
+        save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(50), last),
+        keep=3,
+        custom_metadata={"base": str(base_path)},
+        extensions=[ckpt.extensions.VitalSigns()],
     ) as mgr:
         # The targets are not made: `abstract` traces the functions.
         start, state = mgr.resume(

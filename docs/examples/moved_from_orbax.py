@@ -18,7 +18,6 @@ import optax
 import orbax.checkpoint as ocp
 
 import ckpt
-from ckpt import policies
 
 State = dict[str, Any]
 TEST = 2**31 - 1  # the number of a batch that no step trains on
@@ -67,11 +66,11 @@ def train_old(root: Path, steps: int) -> State:
 
 def train(root: Path, steps: int) -> State:
     """Train with ckpt, from the newest step, whoever wrote it."""
-    last = policies.SpecificSteps([steps - 1])
+    last = ckpt.save_when.Steps([steps - 1])
     with ckpt.sync.CheckpointManager(
         root,
-        save_policy=policies.AnySave(policies.FixedInterval(50), last),
-        preservation=policies.BestN(3, metric="loss", mode="min"),  # the latest, and all of Orbax
+        save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(50), last),
+        keep=ckpt.keep.Best(3, metric="loss", mode="min"),  # the latest, and all of Orbax
     ) as mgr:
         start, state = mgr.resume(init_state)
         print(f"resumed at step {start}" if start else "a new run", flush=True)

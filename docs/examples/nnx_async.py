@@ -17,7 +17,6 @@ import optax
 from flax import nnx
 
 import ckpt
-from ckpt import policies
 
 TEST = 2**31 - 1  # the number of a batch that no step trains on
 
@@ -60,10 +59,10 @@ async def train(root: str, steps: int) -> None:
     run = {"model": model, "optimizer": optimizer}
     async with ckpt.CheckpointManager(
         root,
-        save_policy=policies.AnySave(
-            policies.FixedInterval(50), policies.SpecificSteps([steps - 1])
+        save_when=ckpt.save_when.Any(
+            ckpt.save_when.EverySteps(50), ckpt.save_when.Steps([steps - 1])
         ),
-        preservation=policies.LatestN(3),
+        keep=3,
     ) as mgr:
         start, state = await mgr.resume(nnx.state(run))
         nnx.update(run, state)

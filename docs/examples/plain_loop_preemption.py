@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 import ckpt
-from ckpt import policies
 
 State = dict[str, jax.Array]
 TEST = 2**31 - 1  # the number of a batch that no step trains on
@@ -43,11 +42,12 @@ def main(root: str, steps: int) -> None:
     """Train to the last step, from wherever the run has come to."""
     with ckpt.sync.CheckpointManager(
         root,
-        save_policy=policies.AnySave(
-            policies.FixedInterval(1000), policies.SpecificSteps([steps - 1])
+        save_when=ckpt.save_when.Any(
+            ckpt.save_when.EverySteps(1000),
+            ckpt.save_when.Steps([steps - 1]),
+            ckpt.save_when.Preempted((signal.SIGTERM, signal.SIGINT)),
         ),
-        preservation=policies.LatestN(3),
-        preemption_signals=(signal.SIGTERM, signal.SIGINT),
+        keep=3,
     ) as mgr:
         start, state = mgr.resume(init_state)
         print(f"resumed at step {start}" if start else "a new run", flush=True)

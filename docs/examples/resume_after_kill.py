@@ -176,7 +176,7 @@ async def train(args: argparse.Namespace, config: Config) -> dict[str, Any]:
         donate_argnums=0,
     )
     text, clock, losses = corpus(), Clock(), []
-    async with ckpt.CheckpointManager(args.root, preservation=ckpt.policies.LatestN(3)) as mgr:
+    async with ckpt.CheckpointManager(args.root, keep=3) as mgr:
         fresh = jax.jit(lambda: init(config), out_shardings=shardings)
         start, state = await mgr.resume(lambda: fresh(), like=target)
         start = max(start, 1)  # this run counts its steps from 1
@@ -301,7 +301,7 @@ def kill(root: Path, args: argparse.Namespace) -> tuple[int, list[int]]:
     if child.returncode != -signal.SIGKILL:
         fail(f"run 2 should have died of SIGKILL in a save, not with {child.returncode}")
     killed, durable = map(int, re.findall(r"step (\d+) .*durable: (\d+)", child.stdout)[0])
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         committed = list(mgr.all_steps())
     if killed in committed:
         fail(f"step {killed} is listed as committed, but its save was cut short")

@@ -115,7 +115,7 @@ def wait_for_commit(root: Path, child: Any = None, after: int = 0) -> None:
 
 
 def newest(root: Path) -> int:
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         step = mgr.latest_step()
         assert step is not None
         return step
@@ -231,7 +231,7 @@ def test_linen_train_state_and_its_best_step(tmp_path: Path) -> None:
     resumed = f"resumed after step {at}"
     runs = resume_both("linen_train_state", at, first, second, resumed=resumed)
     runs.end_alike()
-    with ckpt.sync.CheckpointManager(first, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(first, mode="r") as mgr:
         metrics = {step: mgr.metadata(step).info.metrics for step in mgr.all_steps()}
     losses = {step: found["loss"] for step, found in metrics.items() if found}
     best = min(losses, key=losses.__getitem__)
@@ -307,7 +307,7 @@ def test_lora_shares_its_base_model_with_every_step(tmp_path: Path) -> None:
     assert whole[0][1] == 0
     assert all(shared == hidden and rest < hidden // 10 for rest, shared in whole[1:])
     for root in (first, second):
-        with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+        with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
             assert mgr.latest_step() == runs.steps - 1
             assert mgr.verify().ok
             assert mgr.metadata().tree["adapter"]["up"].vital_signs is not None
@@ -380,7 +380,7 @@ def test_moved_from_orbax(tmp_path: Path) -> None:
     assert whole[0] == "a new run"
     assert lines[-1] == whole[-1]
     assert set(left) <= set(first.rglob("*"))
-    with ckpt.sync.CheckpointManager(first, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(first, mode="r") as mgr:
         assert {0, 50, steps - 1} <= set(mgr.all_steps())
         best = mgr.best_step("loss", "min")
     assert f"best: step {best}" in lines
@@ -411,7 +411,7 @@ def test_fastapi_service(tmp_path: Path) -> None:
         assert answer == {"step": last, "y": pytest.approx(np.tanh(0.5 * hidden) @ out, rel=1e-5)}
         service.send_signal(signal.SIGTERM)
         service.communicate(timeout=PATIENCE_S)
-    with ckpt.sync.CheckpointManager(first, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(first, mode="r") as mgr:
         assert mgr.pins() == {}
 
 

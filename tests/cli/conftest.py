@@ -36,7 +36,9 @@ def run_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("cli") / "runs" / "a"
     with ckpt.sync.CheckpointManager(root) as mgr:
         for step in (10, 20, 30):
-            mgr.save(step, state_of(step), metrics={"loss": 1 / step}, metadata={"seen": step})
+            mgr.save(
+                step, state_of(step), metrics={"loss": 1 / step}, custom_metadata={"seen": step}
+            )
         mgr.wait_until_finished()
         mgr.pin(20, "paper")
     return root

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ckpt.sync
-from ckpt._inspection import places
+from ckpt._inspection import locations
 from ckpt._steps.opened import open_step
 from ckpt.step_names import Standard
 from tests.cli.savers import saving, without_sizes
@@ -75,8 +75,8 @@ def test_a_save_that_begins_while_its_root_is_looked_at(
             return await open_step(*args)
 
         commits: list[Any] = []
-        monkeypatch.setattr("ckpt._inspection.places.open_step", begun)
-        found = anyio.run(places.look_at, str(tmp_path))
+        monkeypatch.setattr("ckpt._inspection.locations.open_step", begun)
+        found = anyio.run(locations.locate, str(tmp_path))
         gate.open()
         commits[0].result()
-    assert isinstance(found, places.RunRoot)
+    assert isinstance(found, locations.RunRoot)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckpt
 from ckpt._format.manifest_head import FILE_NAME
-from ckpt._inspection.parted_runs import FEW_STEPS
+from ckpt._inspection.divergence import FEW_STEPS
 from tests.support.command import check_golden, ckpt_command, environment, in_this_process, settled
 from tests.support.manifests import contradict, document_of, rewrite
 
@@ -28,7 +28,9 @@ Capsys = pytest.CaptureFixture[str]
 
 def saved(root: Path, states: Mapping[int, Any], **options: Any) -> Path:
     """Save a run with vital signs, and return its root."""
-    with ckpt.sync.CheckpointManager(root, **{"vital_signs": True} | options) as mgr:
+    with ckpt.sync.CheckpointManager(
+        root, **{"extensions": [ckpt.extensions.VitalSigns()]} | options
+    ) as mgr:
         for step, state in states.items():
             mgr.save(step, state, metrics={"seconds": np.random.default_rng().random()})
     return root
@@ -90,7 +92,7 @@ def test_runs_on_other_meshes_are_compared(tmp_path: Path, capsys: Capsys) -> No
     found = found_in(capsys, one, other)
     assert (found["last_same"], found["first_different"]) == (1, 2)
     # Without vital signs in one of them, that is not known, and said of each step.
-    plain = saved(tmp_path / "plain", {step: on(8, step) for step in range(4)}, vital_signs=False)
+    plain = saved(tmp_path / "plain", {step: on(8, step) for step in range(4)}, extensions=[])
     found = found_in(capsys, one, plain)
     assert (found["is_same"], found["last_same"], found["first_different"]) == (False, None, None)
     assert [each["step"] for each in found["skipped"]] == [0, 1, 2, 3]
@@ -99,7 +101,7 @@ def test_runs_on_other_meshes_are_compared(tmp_path: Path, capsys: Capsys) -> No
     assert "step 3 is not known: w: other chunks" in ran.out
     assert "are not known to differ" in ran.out
     # Where the chunks are the same, digests tell.
-    alike = saved(tmp_path / "alike", {step: on(2, step) for step in range(4)}, vital_signs=False)
+    alike = saved(tmp_path / "alike", {step: on(2, step) for step in range(4)}, extensions=[])
     assert found_in(capsys, one, alike)["is_same"] is True
 
 
@@ -234,7 +236,8 @@ def test_the_status_is_what_the_help_says(tmp_path: Path, capsys: Capsys) -> Non
         formats = {"**": ckpt.ArrayFormat(chunk_bytes=chunk_bytes)}
         for step in (1, 2, 3):
             states = {step: {"w": np.arange(3000.0)}}
-            saved(tmp_path / name, states, vital_signs=step != 2, formats=formats)
+            signs = [ckpt.extensions.VitalSigns()] if step != 2 else []
+            saved(tmp_path / name, states, extensions=signs, formats=formats)
         return tmp_path / name
 
     ran = in_this_process(capsys, "bisect", cut("one", 8192), cut("other", 4096))

@@ -90,5 +90,5 @@ def test_functions_write_nothing_into_their_source(
 
 
 def test_a_checkpoint_may_be_written_anew_in_its_own_place(run: Path) -> None:
-    ckpt.sync.convert(run / "0", run / "0", overwrite=True)
+    ckpt.sync.convert(run / "0", run / "0", if_exists="replace")
     assert ckpt.sync.verify(run / "0").ok

@@ -61,7 +61,7 @@ def test_output(as_json: bool, run_root: Path, tmp_path: Path) -> None:
         text = settled(ran.out, root=run_root, target=target)
         check_golden(f"cp_{name}{'_json' * as_json}", text)
     assert files_of(target) == files_of(run_root)
-    with ckpt.sync.CheckpointManager(target, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(target, mode="r") as mgr:
         assert [each.name for each in mgr.pins()[20]] == ["paper"]
         assert mgr.metrics(20) == {"loss": 0.05}
         assert all(mgr.verify(step).ok for step in (10, 20, 30))
@@ -129,7 +129,7 @@ def test_a_damaged_step_is_named_and_not_copied(root: Path, tmp_path: Path) -> N
     assert "files that are not of the steps are not copied, such as notes.txt" in ran.err
     assert "was changed after it was saved" in ran.out
     assert f"{tmp_path}/b: 1 step copied, 6.2 KiB, 2 not copied" in ran.out
-    assert sorted(each.name for each in (tmp_path / "b").iterdir()) == sorted({"10", "metadata"})
+    assert sorted(each.name for each in (tmp_path / "b").iterdir()) == ["10"]
     ran = ckpt_command("cp", root / "20", tmp_path / "c")
     assert (ran.status, ran.out) == (1, "")
     assert "was changed after it was saved" in ran.err
@@ -228,7 +228,7 @@ def test_an_interrupt_leaves_nothing_half_done(root: Path, tmp_path: Path) -> No
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, "ckpt: interrupted\n")
     left = sorted(each.name for each in target.iterdir())
-    assert left == ["10", "metadata"]
+    assert left == ["10"]
     assert not list((root / ".ckpt-pins").glob("*lease*"))
 
 
@@ -243,14 +243,14 @@ def test_progress_on_a_terminal(columns: int, run_root: Path, tmp_path: Path) ->
 
 def test_new_steps_of_a_live_run_are_followed(tmp_path: Path) -> None:
     process = begin("cp", tmp_path / "a", tmp_path / "b", "--follow", "--until", 3)
-    with ckpt.sync.CheckpointManager(tmp_path / "a", metadata={"model": "tiny"}) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path / "a", custom_metadata={"model": "tiny"}) as mgr:
         for step in range(4):
             mgr.save(step, {"w": jnp.full(100, step)})
             time.sleep(0.5)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
     assert out.count(": copied, ") == 4
-    with ckpt.sync.CheckpointManager(tmp_path / "b", read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path / "b", mode="r") as mgr:
         assert mgr.all_steps() == [0, 1, 2, 3]
         assert mgr.root_metadata() == {"model": "tiny"}
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from safetensors.numpy import save_file
 
 import ckpt
-from ckpt._conversion.copies.place import is_copy
+from ckpt._conversion.copies.step_location import is_copy
 from ckpt.errors import StorageError
 from ckpt.manifest import LeafTable, decode
 from ckpt.storage._local.storage import LocalStorage

@@ -38,9 +38,9 @@ def state_of(step: int) -> dict[str, Any]:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root of two steps of one unnamed tree; change nothing."""
     root = tmp_path_factory.mktemp("parts") / "a"
-    with ckpt.sync.CheckpointManager(root, metadata={"model": "tiny"}) as mgr:
+    with ckpt.sync.CheckpointManager(root, custom_metadata={"model": "tiny"}) as mgr:
         for step in (1, 2):
-            mgr.save(step, state_of(step), metrics={"loss": 0.5}, metadata={"seen": step})
+            mgr.save(step, state_of(step), metrics={"loss": 0.5}, custom_metadata={"seen": step})
         mgr.wait_until_finished()
         mgr.pin(2, "paper")
     return root
@@ -53,7 +53,7 @@ def items(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ckpt.sync.save(
         path,
         items={"model": state_of(1)["params"], "opt": {"mu": np.zeros(500)}, "config": {"n": 2}},
-        metadata={"seen": 1},
+        custom_metadata={"seen": 1},
     )
     return path
 
@@ -89,7 +89,7 @@ def test_a_branch_of_every_step_of_a_root(root: Path, tmp_path: Path, cp: Any) -
     with ckpt.sync.CheckpointManager(tmp_path / "b") as mgr:
         assert mgr.all_steps() == [1, 2]
         assert mgr.metrics(2) == {"loss": 0.5}
-        assert mgr.metadata(2).info.metadata == {"seen": 2}
+        assert mgr.metadata(2).info.custom_metadata == {"seen": 2}
         assert mgr.root_metadata() == {"model": "tiny"}
         assert [each.name for each in mgr.pins()[2]] == ["paper"]
         for step in (1, 2):
@@ -103,7 +103,7 @@ def test_a_branch_of_every_step_of_a_root(root: Path, tmp_path: Path, cp: Any) -
             kernel = found["params"]["layers"][2]["kernel"]
             assert np.array_equal(kernel, wanted["layers"][2]["kernel"])
         # Ages decide what is kept, so they are those of the steps.
-        with ckpt.sync.CheckpointManager(root, read_only=True) as old:
+        with ckpt.sync.CheckpointManager(root, mode="r") as old:
             assert mgr.metadata(1).info.created == old.metadata(1).info.created
 
 

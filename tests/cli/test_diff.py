@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt._inspection.values import read_differences, stored_arrays
+from ckpt._inspection.values import piece_reader, read_differences
 from ckpt._inspection.values.array_changes import ArrayChange, RunningChanges
 from tests.support.command import (
     check_golden,
@@ -72,8 +72,8 @@ def test_output_of_other_structures(tmp_path: Path) -> None:
         "nan": np.array([math.nan, math.nan, -math.inf]),
         "count": 3.0,
     }
-    one = saved(tmp_path / "one", first, metadata={"lr": 0.1, "old": {"a": [1]}})
-    other = saved(tmp_path / "other", second, metadata={"lr": 0.1, "new": None})
+    one = saved(tmp_path / "one", first, custom_metadata={"lr": 0.1, "old": {"a": [1]}})
+    other = saved(tmp_path / "other", second, custom_metadata={"lr": 0.1, "new": None})
     ran = ckpt_command("diff", one, other, "--values")
     assert (ran.status, ran.err) == (1, "")
     assert "\x1b" not in ran.out
@@ -117,9 +117,9 @@ def test_small_differences_are_seen(
     ("first", "second"),
     [
         ({"metrics": {"loss": 0.1}}, {"metrics": {"loss": 0.10000001}}),
-        ({"metadata": {"a/b": 1}}, {"metadata": {"a": {"b": 1}}}),
-        ({"metadata": {"a": 1}}, {"metadata": {"a": 1.0}}),
-        ({"metadata": {}}, {}),
+        ({"custom_metadata": {"a/b": 1}}, {"custom_metadata": {"a": {"b": 1}}}),
+        ({"custom_metadata": {"a": 1}}, {"custom_metadata": {"a": 1.0}}),
+        ({"custom_metadata": {}}, {}),
     ],
 )
 def test_metrics_and_metadata_are_compared(
@@ -169,17 +169,17 @@ def test_values_are_read_in_bounded_pieces(
     one = saved(tmp_path / "one", state, formats=cut)
     other = saved(tmp_path / "other", {name: each + 1 for name, each in state.items()}, formats=cut)
     limit = 2 << 20
-    for module in (stored_arrays, read_differences):
+    for module in (piece_reader, read_differences):
         monkeypatch.setattr(module, "PIECE_BYTES", limit)
     sizes = []
-    read = stored_arrays.StoredArrays.read
+    read = piece_reader.PieceReader.read
 
     async def seen(self: Any, wanted: Any) -> Any:
         found = await read(self, wanted)
         sizes.append(sum(each.nbytes for each in found))
         return found
 
-    monkeypatch.setattr(stored_arrays.StoredArrays, "read", seen)
+    monkeypatch.setattr(piece_reader.PieceReader, "read", seen)
     ran = in_this_process(capsys, "diff", one, other, "--values", "--json")
     assert len(ran.json["contents"]) == 501
     assert sum(sizes) == 2 * sum(each.nbytes for each in state.values())

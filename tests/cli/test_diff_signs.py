@@ -30,7 +30,7 @@ def sharded(values: Any, devices: int) -> jax.Array:
 
 def saved(path: Path, state: Any, **options: Any) -> Path:
     """Save a checkpoint with vital signs, and return its path."""
-    ckpt.sync.save(path, state, **{"vital_signs": True} | options)
+    ckpt.sync.save(path, state, **{"extensions": [ckpt.extensions.VitalSigns()]} | options)
     return path
 
 
@@ -113,7 +113,7 @@ def test_where_one_has_no_signs_other_chunks_are_not_compared(
     tmp_path: Path, capsys: Capsys
 ) -> None:
     one = saved(tmp_path / "one", state_on(2, values()))
-    other = saved(tmp_path / "other", state_on(8, values()), vital_signs=False)
+    other = saved(tmp_path / "other", state_on(8, values()), extensions=[])
     ran = in_this_process(capsys, "diff", one, other, "--json")
     assert (ran.status, ran.json["contents"], ran.json["same_by_fingerprint"]) == (1, [], [])
     [found] = ran.json["not_compared"]

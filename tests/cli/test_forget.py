@@ -19,22 +19,9 @@ from hypothesis import strategies as st
 
 import ckpt
 import ckpt.sync
-from ckpt._inspection.retention import preservation
-from ckpt._inspection.retention.preservation import ForgottenSteps, kept_for
+from ckpt._inspection.retention import kept_steps
+from ckpt._inspection.retention.kept_steps import ForgottenSteps, kept_for
 from ckpt.cli.commands import forget as forget_command
-from ckpt.policies import (
-    AnyPreservation,
-    BestN,
-    CustomSteps,
-    Deletion,
-    EveryNSeconds,
-    EveryNSteps,
-    LatestDuration,
-    LatestN,
-    PreserveAll,
-    SavedStep,
-    steps_kept,
-)
 from tests.cli.test_tidying import steps, tree
 from tests.support.command import check_golden, ckpt_command, environment, settled
 
@@ -93,16 +80,16 @@ def test_only_a_root_is_forgotten(root: Path, items_path: Path) -> None:
 
 
 MEMBERS = st.one_of(
-    st.integers(1, 5).map(lambda n: (["--keep-last", str(n)], LatestN(n))),
-    st.integers(1, 9).map(lambda n: (["--keep-every", str(n)], EveryNSteps(n))),
-    st.integers(0, 30).map(lambda n: (["--keep-step", str(n)], CustomSteps([n]))),
-    st.integers(1, 90).map(lambda n: (["--keep-within", f"{n}min"], LatestDuration(60 * n))),
-    st.just((["--keep-hourly"], EveryNSeconds(3600))),
-    st.just((["--keep-daily"], EveryNSeconds(86_400))),
+    st.integers(1, 5).map(lambda n: (["--keep-last", str(n)], ckpt.keep.Latest(n))),
+    st.integers(1, 9).map(lambda n: (["--keep-every", str(n)], ckpt.keep.EverySteps(n))),
+    st.integers(0, 30).map(lambda n: (["--keep-step", str(n)], ckpt.keep.Steps([n]))),
+    st.integers(1, 90).map(lambda n: (["--keep-within", f"{n}min"], ckpt.keep.Newer(60 * n))),
+    st.just((["--keep-hourly"], ckpt.keep.EverySeconds(3600))),
+    st.just((["--keep-daily"], ckpt.keep.EverySeconds(86_400))),
     st.tuples(st.integers(1, 3), st.sampled_from(["min", "max"])).map(
         lambda each: (
             ["--keep-best", f"a:b:{each[1]}:{each[0]}"],
-            BestN(each[0], "a:b", "min" if each[1] == "min" else "max"),
+            ckpt.keep.Best(each[0], "a:b", "min" if each[1] == "min" else "max"),
         )
     ),
 )
@@ -111,7 +98,8 @@ METRICS: st.SearchStrategy[dict[str, float] | None] = st.one_of(
 )
 RUNS = st.dictionaries(st.integers(0, 30), METRICS, max_size=12).map(
     lambda found: [
-        SavedStep(step, 1.7e9 + 1000.0 * step, metrics) for step, metrics in sorted(found.items())
+        ckpt.keep.SavedStep(step, 1.7e9 + 1000.0 * step, metrics)
+        for step, metrics in sorted(found.items())
     ]
 )
 
@@ -119,7 +107,7 @@ RUNS = st.dictionaries(st.integers(0, 30), METRICS, max_size=12).map(
 @settings(max_examples=150, deadline=None)
 @given(st.lists(MEMBERS, min_size=1, max_size=4, unique_by=lambda each: each[0][0]), RUNS)
 def test_what_stays_is_what_the_policies_keep(
-    members: list[tuple[list[str], Any]], run: list[SavedStep]
+    members: list[tuple[list[str], Any]], run: list[ckpt.keep.SavedStep]
 ) -> None:
     asked: list[Any] = []
 
@@ -138,24 +126,26 @@ def test_what_stays_is_what_the_policies_keep(
     assert ran.exit_code == 0, ran.output
     [policy] = asked
     now = 1.7e9 + 31_000.0
-    wanted = steps_kept(AnyPreservation(*(each for _, each in members)), run, now)
-    assert steps_kept(policy, run, now) == wanted
+    wanted = ckpt.keep.steps_kept(ckpt.keep.Any(*(each for _, each in members)), run, now)
+    assert ckpt.keep.steps_kept(policy, run, now) == wanted
     reasons = kept_for(policy, run, now)
     assert {step for step, texts in reasons.items() if texts} == wanted
 
 
 def test_a_list_tells_what_the_run_deletes_next_and_why(tmp_path: Path) -> None:
-    policy = AnyPreservation(LatestN(2), EveryNSteps(20), BestN(1, "loss", "min"))
-    run_of(tmp_path, 5, 10, 15, 20, 25, 30, preservation=policy)
+    policy = ckpt.keep.Any(
+        ckpt.keep.Latest(2), ckpt.keep.EverySteps(20), ckpt.keep.Best(1, "loss", "min")
+    )
+    run_of(tmp_path, 5, 10, 15, 20, 25, 30, keep=policy)
     found = ckpt_command("ls", tmp_path)
     check_golden("ls_policy", settled(found.out, root=tmp_path))
     before = {each["step"]: each for each in ckpt_command("ls", tmp_path, "--json").json["steps"]}
     going = {step for step, each in before.items() if each["goes_next"]}
     assert going == {25}
-    run_of(tmp_path, 35, preservation=policy)
+    run_of(tmp_path, 35, keep=policy)
     assert before.keys() - set(steps(tmp_path)) == going
     # Another policy takes its place.
-    run_of(tmp_path, preservation=LatestN(3))
+    run_of(tmp_path, 40, keep=ckpt.keep.Latest(3))
     assert ckpt_command("ls", tmp_path, "--json").json["keeps"] == "newest 3"
 
 
@@ -163,18 +153,18 @@ def test_a_root_that_keeps_all_gets_no_note(tmp_path: Path) -> None:
     run_of(tmp_path, 1)
     assert not (tmp_path / ".ckpt-run").exists()
     assert ckpt_command("ls", tmp_path, "--json").json["keeps"] is None
-    run_of(tmp_path, 2, preservation=lambda step: True)
+    run_of(tmp_path, 2, keep=lambda step: True)
     found = ckpt_command("ls", tmp_path, "--json").json
     assert "<lambda>" in found["keeps"]
     assert {each["goes_next"] for each in found["steps"]} == {None}
 
 
 def test_a_note_is_written_only_when_it_changes(tmp_path: Path) -> None:
-    run_of(tmp_path, 1, preservation=LatestN(2))
+    run_of(tmp_path, 1, keep=ckpt.keep.Latest(2))
     before = (tmp_path / NOTE).stat()
-    run_of(tmp_path, 2, preservation=LatestN(2))
+    run_of(tmp_path, 2, keep=ckpt.keep.Latest(2))
     assert (tmp_path / NOTE).stat().st_mtime_ns == before.st_mtime_ns
-    with ckpt.sync.CheckpointManager(tmp_path, read_only=True, preservation=LatestN(1)):
+    with ckpt.sync.CheckpointManager(tmp_path, mode="r", keep=ckpt.keep.Latest(1)):
         pass
     assert (tmp_path / NOTE).stat().st_ino == before.st_ino
 
@@ -183,28 +173,28 @@ def test_only_who_is_told_what_to_keep_changes_the_note(tmp_path: Path) -> None:
     def noted() -> Any:
         return json.loads((tmp_path / NOTE).read_bytes())
 
-    run_of(tmp_path, 1, preservation=LatestN(2), deletion=Deletion(trash="bin"))
+    run_of(tmp_path, 1, keep=ckpt.keep.Latest(2), trash="bin")
     first = noted()
     # An evaluator that writes metrics, a program that adds a step, one that only reads.
     run_of(tmp_path, 2)
-    with ckpt.sync.CheckpointManager(tmp_path, read_only=True, preservation=LatestN(1)):
+    with ckpt.sync.CheckpointManager(tmp_path, mode="r", keep=ckpt.keep.Latest(1)):
         pass
     assert noted() == first
     # A program that was told one of the two says nothing of the other.
-    run_of(tmp_path, deletion=Deletion(trash="other"))
+    run_of(tmp_path, 3, trash="other")
     assert noted()["preservation"] == first["preservation"]
     assert noted()["deletion"]["trash"] == "other"
-    run_of(tmp_path, preservation=LatestN(3))
+    run_of(tmp_path, 4, keep=ckpt.keep.Latest(3))
     assert noted()["preservation"] == {"kind": "latest_n", "n": 3}
     assert noted()["deletion"]["trash"] == "other"
     # A run that stops deleting says so.
-    run_of(tmp_path, preservation=PreserveAll(), deletion=Deletion())
+    run_of(tmp_path, 5, keep=ckpt.keep.All(), trash=ckpt.keep.Deletion())
     assert ckpt_command("ls", tmp_path, "--json").json["keeps"] == "all"
     assert noted()["deletion"]["trash"] is None
 
 
 def test_a_damaged_note_stays_if_nobody_knows_better(tmp_path: Path) -> None:
-    run_of(tmp_path, 1, deletion=Deletion(trash="bin"))
+    run_of(tmp_path, 1, trash="bin")
     (tmp_path / NOTE).write_bytes(b"{")
     run_of(tmp_path, 2)
     # Else `ckpt rm` would delete for good what goes to a trash.
@@ -236,19 +226,19 @@ def test_a_note_that_says_nothing_predicts_nothing(note: bytes, tmp_path: Path) 
     assert (ran.status, ran.err) == (0, "")
     assert "next" not in ran.out
     assert "\x1b" not in ran.out
-    run_of(tmp_path, 3, preservation=LatestN(2))
+    run_of(tmp_path, 3, keep=ckpt.keep.Latest(2))
     assert ckpt_command("ls", tmp_path, "--json").json["keeps"] == "newest 2"
 
 
 def test_steps_go_to_the_trash_of_the_run(tmp_path: Path) -> None:
-    run_of(tmp_path / "a", 1, 2, 3, deletion=Deletion(trash="bin"))
+    run_of(tmp_path / "a", 1, 2, 3, trash="bin")
     assert ckpt_command("rm", tmp_path / "a" / "1").status == 0
     assert [each["step"] for each in ckpt_command("undelete", tmp_path / "a", "--json").json] == [1]
     ran = ckpt_command("forget", tmp_path / "a", "--keep-last", "1", "--for-good", "--json")
     assert ran.json["trash"] is None
     assert sorted(path.name for path in (tmp_path / "a" / "bin").iterdir()) == ["1"]
     # A root must not say where else steps go.
-    run_of(tmp_path / "b", 1, 2, deletion=Deletion(trash=tmp_path / "elsewhere"))
+    run_of(tmp_path / "b", 1, 2, trash=tmp_path / "elsewhere")
     ran = ckpt_command("rm", tmp_path / "b" / "1")
     assert (ran.status, "--trash" in ran.err) == (2, True)
     assert ckpt_command("rm", tmp_path / "b" / "1", "--trash", tmp_path / "elsewhere").status == 0
@@ -257,16 +247,16 @@ def test_steps_go_to_the_trash_of_the_run(tmp_path: Path) -> None:
 
 def test_texts_of_policies() -> None:
     texts: dict[Any, str] = {
-        EveryNSteps(10, exact=False, max_to_keep=3): "one of 10, at most 3",
-        ckpt.policies.EveryNStepsClosest(10): "closest to every 10",
-        EveryNSeconds(604_800): "weekly",
-        EveryNSeconds(7200): "one in 2 h",
-        LatestDuration(1.5): "within 1.5 s",
-        BestN(2, "loss", "min"): "best 2 loss",
-        PreserveAll(): "all",
+        ckpt.keep.EverySteps(10, exact=False, max_to_keep=3): "one of 10, at most 3",
+        ckpt.keep.ClosestToEvery(10): "closest to every 10",
+        ckpt.keep.EverySeconds(604_800): "weekly",
+        ckpt.keep.EverySeconds(7200): "one in 2 h",
+        ckpt.keep.Newer(1.5): "within 1.5 s",
+        ckpt.keep.Best(2, "loss", "min"): "best 2 loss",
+        ckpt.keep.All(): "all",
     }
     for policy, text in texts.items():
-        assert preservation.text_of(policy) == text
+        assert kept_steps.text_of(policy) == text
 
 
 # It stands still before it deletes the first step, as on a disk that hangs.
@@ -280,7 +270,7 @@ async def stop(*_):
     print("reached", flush=True)
     await anyio.sleep_forever()
 
-retention.spare_others = stop
+retention.spare_foreign_files = stop
 sys.exit(run(sys.argv[1:]))
 """
 
@@ -304,8 +294,8 @@ def test_an_interrupted_deletion_leaves_whole_steps(root: Path) -> None:
 
 
 def test_items_that_were_dropped_are_shown(tmp_path: Path) -> None:
-    policies: dict[str, Any] = {"params": PreserveAll(), "*": LatestN(2)}
-    with ckpt.sync.CheckpointManager(tmp_path, preservation=policies) as mgr:
+    policies: dict[str, Any] = {"params": ckpt.keep.All(), "*": ckpt.keep.Latest(2)}
+    with ckpt.sync.CheckpointManager(tmp_path, keep=policies) as mgr:
         for step in (1, 2, 3):
             mgr.save(step, items={"params": {"w": np.ones(4)}, "opt_state": {"m": np.ones(9)}})
     lines = ckpt_command("ls", tmp_path).out.splitlines()
@@ -315,11 +305,11 @@ def test_items_that_were_dropped_are_shown(tmp_path: Path) -> None:
     found = ckpt_command("info", tmp_path / "1").out
     (line,) = (each for each in found.splitlines() if each.startswith("dropped"))
     assert re.fullmatch(
-        r"dropped +opt_state: [0-9.]+ (B|KiB), [0-9-]+ [0-9:]+ UTC, by LatestN\(2\)", line
+        r"dropped +opt_state: [0-9.]+ (B|KiB), [0-9-]+ [0-9:]+ UTC, by Latest\(2\)", line
     )
     about = json.loads(ckpt_command("info", tmp_path / "1", "--json").out)
     assert [(each["name"], each["policy"]) for each in about["dropped"]] == [
-        ("opt_state", "LatestN(2)")
+        ("opt_state", "Latest(2)")
     ]
     # What is forgotten by hand is whole steps.
     assert ckpt_command("forget", tmp_path, "--keep-last", 1).status == 0

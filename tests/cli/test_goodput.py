@@ -159,7 +159,7 @@ def test_steps_that_were_saved_anew_are_no_interruptions() -> None:
 
 def write_run(root: Path, failures: list[Failure]) -> None:
     """Make real steps, and give them the times of a synthetic run."""
-    with ckpt.sync.CheckpointManager(root, preservation=ckpt.policies.PreserveAll()) as mgr:
+    with ckpt.sync.CheckpointManager(root, keep=ckpt.keep.All()) as mgr:
         for point in run_of(9, 100, 0.5, 2.0, failures):
             mgr.save(point.step, {"w": jnp.zeros(2)}).result()
             file = root / str(point.step) / "ckpt.json"

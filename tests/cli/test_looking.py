@@ -52,7 +52,7 @@ def test_output_of_a_checkpoint_with_items(command: str, items_path: Path) -> No
 def test_the_health_of_steps_is_shown_where_it_is_known(tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
         mgr.save(1, {"w": jnp.ones(3)}).result()
-    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         mgr.save(2, {"w": jnp.ones(3)}).result()
         mgr.save(3, {"w": jnp.array([1, jnp.nan, jnp.inf]), "b": jnp.full(1, jnp.nan)}).result()
     header, *rows = ckpt_command("ls", tmp_path).out.splitlines()[:4]

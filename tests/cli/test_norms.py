@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt._inspection import norms
+from ckpt._inspection.locations import root_at
 from ckpt._inspection.norms import NormReader, chosen_steps, layer_of
-from ckpt._inspection.places import root_at
 from ckpt._steps.opened import open_step
 from tests.support.command import check_golden, ckpt_command, environment, in_this_process, settled
 from tests.support.manifests import contradict, document_of, rewrite
@@ -45,7 +45,8 @@ def state(step: int) -> dict[str, Any]:
 def root(tmp_path: Path) -> Path:
     """A run of six steps, of which one has no vital signs and one has NaN."""
     for step in range(10, 70, 10):
-        with ckpt.sync.CheckpointManager(tmp_path / "run", vital_signs=step != 20) as mgr:
+        signs = [ckpt.extensions.VitalSigns()] if step != 20 else []
+        with ckpt.sync.CheckpointManager(tmp_path / "run", extensions=signs) as mgr:
             mgr.save(step, state(step))
     return tmp_path / "run"
 
@@ -165,12 +166,12 @@ def test_no_manifest_is_read_twice(root: Path, monkeypatch: pytest.MonkeyPatch) 
         return found
 
     def save_another() -> None:
-        with ckpt.sync.CheckpointManager(root, vital_signs=True) as mgr:
+        with ckpt.sync.CheckpointManager(root, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
             mgr.save(70, state(70))
 
     def save_one_again() -> None:
-        with ckpt.sync.CheckpointManager(root, vital_signs=True) as mgr:
-            mgr.save(20, state(20), overwrite=True)
+        with ckpt.sync.CheckpointManager(root, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
+            mgr.save(20, state(20), if_exists="replace")
 
     assert anyio.run(looks) == [[10, 20, 30, 40, 50, 60], [], [70], [20]]
 
@@ -203,7 +204,7 @@ def test_a_step_whose_tree_contradicts_itself_is_named(root: Path, capsys: Capsy
 
 
 def test_a_step_without_arrays_does_not_lack_signs(tmp_path: Path, capsys: Capsys) -> None:
-    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         mgr.save(1, {"w": np.ones(2)})
         mgr.save(2, {"count": 3})
     found = in_this_process(capsys, "norms", tmp_path, "--json").json
@@ -216,7 +217,9 @@ def test_a_step_without_arrays_does_not_lack_signs(tmp_path: Path, capsys: Capsy
 def test_numbers_that_no_array_can_have_are_not_known(
     number: float, column: str, tmp_path: Path, capsys: Capsys
 ) -> None:
-    with ckpt.sync.CheckpointManager(tmp_path / "run", vital_signs=True) as mgr:
+    with ckpt.sync.CheckpointManager(
+        tmp_path / "run", extensions=[ckpt.extensions.VitalSigns()]
+    ) as mgr:
         for step in (1, 2):
             mgr.save(step, {"w": np.ones(2), "x": np.ones(4)})
     lying = document_of(tmp_path / "run" / "2")

@@ -49,11 +49,8 @@ def test_ls_says_that_there_are_several_steps_of_one_number(doubled: Path) -> No
 
 @pytest.fixture
 def with_trash(tmp_path: Path) -> Path:
-    policies = ckpt.policies
     root = tmp_path / "run"
-    deletion = policies.Deletion(trash="trash")
-    keep = policies.LatestN(9)
-    with ckpt.sync.CheckpointManager(root, preservation=keep, deletion=deletion) as mgr:
+    with ckpt.sync.CheckpointManager(root, keep=9, trash="trash") as mgr:
         for step in (1, 2):
             mgr.save(step, {"w": jnp.zeros(2)})
     return root

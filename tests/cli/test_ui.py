@@ -141,7 +141,7 @@ def test_a_new_step_is_in_the_next_answer(tmp_path: Path) -> None:
 
 
 def test_norms_follow_the_run_and_are_bounded(tmp_path: Path) -> None:
-    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         for step in range(2**53, 2**53 + 70):
             layers = {f"layer_{n}": jnp.ones(1) for n in range(210)}
             mgr.save(step, layers if step == 2**53 else {"layer_0": jnp.ones(1)})
@@ -252,7 +252,7 @@ def test_numbers_that_a_browser_does_not_have_are_sent_as_texts(tmp_path: Path) 
     numbers = [2**53, 2**53 + 1, 10**18 + 1]
     with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
         for number in numbers:
-            mgr.save(number, {"count": number}, metadata={"seed": number})
+            mgr.save(number, {"count": number}, custom_metadata={"seed": number})
     file = tmp_path / "run.html"
     assert ckpt_command("ui", tmp_path / "run", "--export", file).status == 0
     data = embedded(file)
@@ -308,7 +308,7 @@ def test_an_export_is_one_file_that_asks_for_nothing(run_root: Path, tmp_path: P
 def test_names_cannot_leave_the_data_of_an_export(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><!--"
     with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
-        mgr.save(1, {evil: 1}, metrics={evil: 1.0}, metadata={evil: evil}, durable=True)
+        mgr.save(1, {evil: 1}, metrics={evil: 1.0}, custom_metadata={evil: evil}, durable=True)
     file = tmp_path / "run.html"
     assert ckpt_command("ui", tmp_path / "run", "--export", file).status == 0
     assert "<script>alert" not in file.read_text()

@@ -95,18 +95,18 @@ def test_a_sample_says_what_was_read(run_root: Path) -> None:
 def test_a_deadline_says_what_was_left(root: Path) -> None:
     # What is seen without reading is found even so.
     (root / "10" / "default" / "_METADATA").unlink()
-    found = ckpt_command("verify", root, "--deadline", "0s", "--json")
+    found = ckpt_command("verify", root, "--timeout", "0s", "--json")
     assert found.status == 1
     assert found.json["nbytes"] == 0
     assert found.json["files"] - found.json["unread_files"] == 4  # the manifests, and the lost one
-    ran = ckpt_command("verify", root, "--deadline", "0", "--shallow")
+    ran = ckpt_command("verify", root, "--timeout", "0", "--shallow")
     assert (ran.status, ran.out) == (2, "")
-    assert ckpt_command("verify", root, "--deadline", "1h", "--json").json["unread_files"] == 0
+    assert ckpt_command("verify", root, "--timeout", "1h", "--json").json["unread_files"] == 0
 
 
 @pytest.mark.parametrize(
     "options",
-    [("--sample", "0"), ("--sample", "101%"), ("--sample", "x"), ("--deadline", "5 years")],
+    [("--sample", "0"), ("--sample", "101%"), ("--sample", "x"), ("--timeout", "5 years")],
 )
 def test_wrong_options(options: tuple[str, str], run_root: Path) -> None:
     ran = ckpt_command("verify", run_root, *options)
@@ -199,7 +199,7 @@ def test_an_interrupt_ends_it_with_one_line(run_root: Path) -> None:
 def test_a_virtual_step_keeps_no_digests_of_a_sample(tmp_path: Path) -> None:
     save_file({"a": np.ones(1000, "f4"), "b": np.zeros(1000, "f4")}, tmp_path / "m.safetensors")
     ckpt.sync.adopt(tmp_path / "m.safetensors", tmp_path / "base")
-    ran = ckpt_command("verify", tmp_path / "base", "--deadline", "0s")
+    ran = ckpt_command("verify", tmp_path / "base", "--timeout", "0s")
     assert ran.status == 0
     assert "no digests yet: 2 arrays" in ran.out
     assert "2 arrays had no digests yet" in ckpt_command("verify", tmp_path / "base").out

@@ -160,8 +160,8 @@ def test_a_save_that_the_disk_refused_is_not_there(
     assert list(failed) == [2]
     assert set(failed.values()) == {str(getattr(errno, error))}
     assert attempts(root) == []
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
-        numbers = {mgr.metadata(step).info.metadata for step in mgr.all_steps()}
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
+        numbers = {mgr.metadata(step).info.custom_metadata for step in mgr.all_steps()}
     assert numbers == {0, 1, *acks}
     check_root(root, mode, [0, 1, *acks] if mode == "append" else [])
 

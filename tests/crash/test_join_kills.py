@@ -1,4 +1,4 @@
-"""Kills of keepers that join the parts of steps."""
+"""Kills of agents that join the parts of steps."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def damaged_steps(
     assert len(found) > 40, "too few states to prove anything"
     for each in itertools.islice(found, 0, None, 2):
         each.write(directory)
-        with ckpt.sync.CheckpointManager(directory, read_only=True) as mgr:
+        with ckpt.sync.CheckpointManager(directory, mode="r") as mgr:
             for step in mgr.all_steps():
                 if not mgr.verify(step).ok:
                     yield step, each.missing
@@ -112,7 +112,7 @@ def test_a_step_that_was_taken_back_is_whole_wherever_it_comes_back(
         FaultyFiles(root, plan, sync=False) as files,
         pytest.raises(ckpt.errors.StorageError),
     ):
-        mgr.save(step, state(9), overwrite=overwrite).result()
+        mgr.save(step, state(9), if_exists="replace" if overwrite else "error").result()
     assert failed
     assert list(damaged_steps(before, files.operations, tmp_path / "state")) == []
 
@@ -135,14 +135,14 @@ def test_taking_back_does_not_touch_what_somebody_else_published(
         elif len(publishing) == 1:
             publishing.append(0)
             with ckpt.sync.CheckpointManager(root) as other:
-                other.save(5, state(2), overwrite=True).result()
+                other.save(5, state(2), if_exists="replace").result()
         exchange(first, second)
 
     monkeypatch.setattr(posix, "fsync_directory", failing_sync)
     monkeypatch.setattr(posix, "exchange", meeting)
     with ckpt.sync.CheckpointManager(root) as mgr:
         with pytest.raises(ckpt.errors.StorageError):
-            mgr.save(5, state(1), overwrite=True).result()
+            mgr.save(5, state(1), if_exists="replace").result()
         assert len(publishing) == 2
         assert mgr.restore(5)["w"].tolist() == [2, 2, 2]
         assert mgr.verify(5).ok

@@ -43,10 +43,10 @@ def test_the_latest_step_can_always_be_restored_beside_a_trainer(tmp_path: Path)
 @pytest.mark.parametrize("call", ["latest_step", "all_steps", "restore"])
 def test_a_reader_never_finds_no_step_where_there_always_is_one(tmp_path: Path, call: str) -> None:
     """The only step it has seen in the root is deleted, after the next one was committed."""
-    one = ckpt.policies.LatestN(1)
+    one = ckpt.keep.Latest(1)
     with (
-        ckpt.sync.CheckpointManager(tmp_path, preservation=one) as trainer,
-        ckpt.sync.CheckpointManager(tmp_path, read_only=True) as reader,
+        ckpt.sync.CheckpointManager(tmp_path, keep=one) as trainer,
+        ckpt.sync.CheckpointManager(tmp_path, mode="r") as reader,
     ):
         trainer.save(0, {"n": 0}).result()
         storage = reader._service.storage

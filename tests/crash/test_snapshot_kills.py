@@ -1,4 +1,4 @@
-"""Kills of programs that take snapshots in memory, and of the keepers that write the last one."""
+"""Kills of programs that take snapshots in memory, and of the agents that write the last one."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test_a_signal_in_a_compile_loses_no_snapshot(tmp_path: Path) -> None:
     in_compiles(tmp_path, 6).check(faults=6)
 
 
-def test_a_kill_of_a_trainer_and_its_keeper_loses_no_snapshot(tmp_path: Path) -> None:
+def test_a_kill_of_a_trainer_and_its_agent_loses_no_snapshot(tmp_path: Path) -> None:
     with_keepers(tmp_path, 10, seed=1).check(faults=2)
 
 
-def test_a_restart_beside_a_keeper_that_writes_loses_no_snapshot(tmp_path: Path) -> None:
+def test_a_restart_beside_an_agent_that_writes_loses_no_snapshot(tmp_path: Path) -> None:
     beside_keepers(tmp_path, 6, seed=1).check(faults=2)
 
 

@@ -207,7 +207,7 @@ def test_a_manifest_that_lies_is_refused(tmp_path: Path, lie: str) -> None:
 
 
 def test_what_the_lies_are_made_of_is_believed_where_it_fits(tmp_path: Path) -> None:
-    ckpt.sync.save(tmp_path / "x", STATE, vital_signs=False)
+    ckpt.sync.save(tmp_path / "x", STATE, extensions=[])
     for number in range(3):
         changed(tmp_path / "x", leaf(number))
         assert differences(STATE, ckpt.sync.load(tmp_path / "x")) == []
@@ -232,7 +232,7 @@ def test_a_manifest_without_the_place_of_a_chunk_is_refused_by_leaf(tmp_path: Pa
 def test_a_thousand_leaves_of_thousands_of_chunks_take_little_memory(tmp_path: Path) -> None:
     """Leaves that are one array share what is known of its chunks."""
     count = 20_000
-    ckpt.sync.save(tmp_path / "x", {"w": np.zeros(count, np.uint8)}, vital_signs=False)
+    ckpt.sync.save(tmp_path / "x", {"w": np.zeros(count, np.uint8)}, extensions=[])
 
     def many(document: dict[str, Any]) -> None:
         entry = document["items"]["default"]

@@ -299,11 +299,11 @@ def test_deleting_a_step_follows_no_link(tmp_path: Path, precious: Path) -> None
             mgr.save(number, {"w": np.arange(5.0)}).result()
             sprinkle(root / str(number), precious)
         mgr.delete(1)
-        mgr.save(2, {"w": np.ones(5)}, overwrite=True).result()
+        mgr.save(2, {"w": np.ones(5)}, if_exists="replace").result()
         assert mgr.all_steps() == [2, 3]
         assert_same_array(mgr.restore(2)["w"], np.ones(5))
     # Links are not the library's own, so they are moved aside: as links.
-    assert sorted(os.listdir(root)) == ["1.others", "2", "2.others", "3", "metadata"]
+    assert sorted(os.listdir(root)) == ["1.others", "2", "2.others", "3"]
     assert all(path.is_symlink() for path in (root / "1.others").iterdir() if not path.is_dir())
 
 
@@ -377,7 +377,7 @@ def test_a_link_is_no_step(tmp_path: Path, precious: Path) -> None:
                 mgr.save(number, {"w": np.ones(3)}).result()
             for call in (
                 lambda number=number: mgr.delete(number),
-                lambda number=number: mgr.save(number, {"x": 1}, overwrite=True).result(),
+                lambda number=number: mgr.save(number, {"x": 1}, if_exists="replace").result(),
             ):
                 with contextlib.suppress(CheckpointError):
                     call()
@@ -394,6 +394,6 @@ def test_nothing_is_written_through_a_link_in_the_root(tmp_path: Path, precious:
         (root / place).symlink_to(target)
         with (
             contextlib.suppress(CheckpointError),
-            ckpt.sync.CheckpointManager(root) as mgr,
+            ckpt.sync.CheckpointManager(root, custom_metadata={"run": 1}) as mgr,
         ):
             mgr.save(1, {"w": np.arange(5.0)}).result()

@@ -188,7 +188,7 @@ def test_hostile_steps_are_refused(sandbox: Path, tmp_path: Path) -> None:
                 with pytest.raises(InvalidArgumentError):
                     call()
         assert mgr.all_steps() == [5]
-    assert sorted(os.listdir(sandbox / "run")) == ["5", "metadata"]
+    assert sorted(os.listdir(sandbox / "run")) == ["5"]
     assert outside(tmp_path, sandbox) == before
 
 

@@ -73,7 +73,7 @@ def test_any_value_at_any_place_is_refused_or_harmless(
         node = node[key]
     node[key] = data.draw(VALUES)
     rewrite(root / "0", document)
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         for call in (mgr.metadata, mgr.restore, mgr.verify):
             try:
                 call(0)
@@ -89,7 +89,7 @@ def test_an_object_saved_without_a_name_is_one_item(
     root, whole = victim
     items = {f"item-{number}": whole["items"]["default"] for number in range(count)}
     rewrite(root / "0", {**whole, "items": items})
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         for call in (mgr.restore, lambda step: mgr.metadata(step).tree):
             with pytest.raises(CheckpointError):
                 call(0)

@@ -29,7 +29,7 @@ from safetensors.numpy import save, save_file
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt._engine.restore.step_files import FilePlace
+from ckpt._engine.restore.step_files import FileLocation
 from ckpt._format.step_files.source_files import SourceFile
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._object.connection import _memory_of
@@ -261,7 +261,7 @@ def test_before_it_is_verified_a_changed_source_is_refused(model: Path, tmp_path
     # It cannot be known which bytes are right, so that none get a digest.
     with pytest.raises(errors.CorruptCheckpointError, match="was changed"):
         ckpt.sync.load(tmp_path / "ours")
-    ckpt.sync.adopt(model, tmp_path / "ours", overwrite=True)
+    ckpt.sync.adopt(model, tmp_path / "ours", if_exists="replace")
     assert ckpt.sync.verify(tmp_path / "ours").ok
 
 
@@ -383,7 +383,7 @@ def test_digests_that_cannot_be_kept_are_said(
 def test_a_manager_that_may_not_write_says_what_has_no_digests(model: Path, tmp_path: Path) -> None:
     ckpt.sync.adopt(model, tmp_path / "run", step=1)
     before = (tmp_path / "run" / "1" / "ckpt.json").read_bytes()
-    with ckpt.sync.CheckpointManager(tmp_path / "run", read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path / "run", mode="r") as mgr:
         report = mgr.verify(1)
     assert report.ok
     assert "no digests yet: 3 arrays" in str(report)
@@ -439,7 +439,7 @@ def test_what_cannot_be_adopted_is_refused_and_leaves_nothing(model: Path, tmp_p
         ckpt.sync.adopt(tmp_path / "own" / "default", tmp_path / "x")
     with pytest.raises(errors.NotACheckpointError, match="there is no directory"):
         ckpt.sync.adopt(tmp_path / "nothing", tmp_path / "x")
-    with pytest.raises(errors.StepExistsError, match="pass overwrite=True"):
+    with pytest.raises(errors.StepExistsError, match="pass if_exists='replace'"):
         ckpt.sync.adopt(model, tmp_path / "own")
     with pytest.raises(errors.InvalidArgumentError, match="step=-1"):
         ckpt.sync.adopt(model, tmp_path / "run", step=-1)
@@ -463,7 +463,7 @@ def test_what_cannot_be_adopted_is_refused_and_leaves_nothing(model: Path, tmp_p
 def test_a_file_is_named_from_the_top(root: str, folder: str, place: str, tmp_path: Path) -> None:
     """Models often lie directly below the root of a container."""
     storage: Any = SimpleNamespace(location=root)
-    found = FilePlace(storage, folder, "m.safetensors")
+    found = FileLocation(storage, folder, "m.safetensors")
     assert found.place == place
     assert found.location == SourceFile(place, "m.safetensors", 1, "").location
     assert found.location == f"{place.rstrip('/')}/m.safetensors"

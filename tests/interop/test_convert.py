@@ -8,7 +8,7 @@ import logging
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ import ckpt.sync
 from ckpt import errors
 from ckpt._conversion.file_writes import LargeFile, runs_of, write_region
 from ckpt._format.regions import Region
+from ckpt._settings import IfTaken
 from ckpt.exports import Safetensors, Zarr
 from ckpt.testing.compare import differences
 from tests.support.real_jobs import run_processes
@@ -68,7 +69,9 @@ def state() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ours") / "x"
-    ckpt.sync.save(path, state(), metrics={"loss": 0.5, "bad": float("nan")}, metadata={"a": [1]})
+    ckpt.sync.save(
+        path, state(), metrics={"loss": 0.5, "bad": float("nan")}, custom_metadata={"a": [1]}
+    )
     return path
 
 
@@ -85,7 +88,7 @@ def test_a_checkpoint_becomes_an_equal_one(ours: Path, tmp_path: Path) -> None:
     old, new = (ckpt.sync.metadata(path) for path in (ours, tmp_path / "copy"))
     assert done.nbytes == new.info.nbytes == old.info.nbytes
     assert str(new.info.metrics) == str(old.info.metrics)
-    assert new.info.metadata == old.info.metadata
+    assert new.info.custom_metadata == old.info.custom_metadata
     for leaf, info in old.leaves["default"].items():
         found = new.leaves["default"][leaf]
         if hasattr(info, "saved_sharding"):
@@ -280,19 +283,25 @@ def test_what_is_at_the_target_is_replaced_only_if_asked(ours: Path, tmp_path: P
         with pytest.raises(errors.StepExistsError):
             ckpt.sync.convert(ours, target, format=format, at=at)
     assert target.read_text() == "mine"
-    ckpt.sync.convert(ours, target, format="safetensors", at="params", overwrite=True)
+    ckpt.sync.convert(ours, target, format="safetensors", at="params", if_exists="replace")
     assert_tensors(load_file(target))
     mine = tmp_path / "folder"
     mine.mkdir()
     (mine / "thesis.tex").write_text("mine")
     for options in (Zarr(), Safetensors(file_bytes=MIB)):
         with pytest.raises(errors.StepExistsError, match="never replaced"):
-            ckpt.sync.convert(ours, mine, format=options, at="params", overwrite=True)
+            ckpt.sync.convert(ours, mine, format=options, at="params", if_exists="replace")
     assert (mine / "thesis.tex").read_text() == "mine"
     for options in (Zarr(), Safetensors(file_bytes=MIB)):
-        for overwrite in (False, True):
+        for if_exists in get_args(IfTaken):
             path = tmp_path / type(options).__name__
-            ckpt.sync.convert(ours, path, format=options, at="params", overwrite=overwrite)
+            ckpt.sync.convert(
+                ours,
+                path,
+                format=options,
+                at="params",
+                if_exists=if_exists,
+            )
     assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
 
 
@@ -363,7 +372,7 @@ def test_an_export_never_removes_what_it_did_not_write(ours: Path, tmp_path: Pat
     def refused(path: Path, options: Any) -> None:
         before = sorted(path.rglob("*"))
         with pytest.raises(errors.StepExistsError, match="never replaced"):
-            ckpt.sync.convert(ours, path, format=options, at="params", overwrite=True)
+            ckpt.sync.convert(ours, path, format=options, at="params", if_exists="replace")
         assert sorted(path.rglob("*")) == before
 
     shards = Safetensors(file_bytes=MIB)
@@ -389,13 +398,23 @@ def test_an_export_never_removes_what_it_did_not_write(ours: Path, tmp_path: Pat
 
 def test_the_keys_of_an_lstm_are_names_in_zarr(tmp_path: Path) -> None:
     ckpt.sync.save(tmp_path / "x", {"c": jnp.ones(3), "h": {"c": jnp.zeros(2)}})
-    for overwrite in (False, True):
-        ckpt.sync.convert(tmp_path / "x", tmp_path / "z", format="zarr", overwrite=overwrite)
+    for if_exists in get_args(IfTaken):
+        ckpt.sync.convert(
+            tmp_path / "x",
+            tmp_path / "z",
+            format="zarr",
+            if_exists=if_exists,
+        )
     group: Any = zarr.open_group(tmp_path / "z", mode="r")
     assert (group["c"][...].tolist(), group["h/c"][...].tolist()) == ([1] * 3, [0] * 2)
     ckpt.sync.save(tmp_path / "one", jnp.arange(3))
-    for overwrite in (False, True):
-        ckpt.sync.convert(tmp_path / "one", tmp_path / "a", format="zarr", overwrite=overwrite)
+    for if_exists in get_args(IfTaken):
+        ckpt.sync.convert(
+            tmp_path / "one",
+            tmp_path / "a",
+            format="zarr",
+            if_exists=if_exists,
+        )
     array: Any = zarr.open_array(tmp_path / "a", mode="r")
     assert array[...].tolist() == [0, 1, 2]
 
@@ -416,7 +435,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "formats of an export": ({"format": "zarr", "formats": "bfloat16"}, "formats= is for"),
     "budget": ({"budget_bytes": 5}, "budget_bytes=5"),
     "branch": ({"format": "zarr", "at": "parms"}, "is it 'params'?"),
-    "overwrite": ({"overwrite": 1}, "overwrite=1"),
+    "if_exists": ({"if_exists": 1}, "if_exists=1"),
 }
 
 
@@ -442,7 +461,7 @@ def test_two_leaves_with_one_name_are_refused(ours: Path, tmp_path: Path) -> Non
 
 
 def test_checkpoints_in_stores_are_converted(ours: Path, tmp_path: Path) -> None:
-    ckpt.sync.convert(ours, "memory://converted/run/x", overwrite=True)
+    ckpt.sync.convert(ours, "memory://converted/run/x", if_exists="replace")
     ckpt.sync.convert("memory://converted/run/x", tmp_path / "back")
     same(ours, tmp_path / "back", like=state())
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import threading
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,13 @@ from safetensors.numpy import load_file, save_file
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt._conversion.stored_items import stored_items
+from ckpt._conversion.checkpoint_items import checkpoint_items
+from ckpt._engine.restore.item_reader import EngineItemReader
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine
 from ckpt._steps.opened import open_step
-from ckpt._steps.restores.requests import context_of
+from ckpt._steps.restores.restore_arguments import context_of
 from ckpt.exports import Safetensors
 from ckpt.storage._resolve import open_step_dir
 
@@ -143,6 +146,28 @@ def test_weights_are_numbers(weights: Any, tmp_path: Path) -> None:
         ckpt.sync.convert(weights, tmp_path / "y")
 
 
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_checkpoint_that_is_deleted_meanwhile_is_no_damaged_one(
+    loads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        ckpt.sync.save(tmp_path / name, {"w": np.ones(1 << 20, np.float32)})
+    read = EngineItemReader.read
+
+    async def deleted(self: EngineItemReader, *args: Any) -> Any:
+        shutil.rmtree(tmp_path / "b", ignore_errors=True)
+        return await read(self, *args)
+
+    monkeypatch.setattr(EngineItemReader, "read", deleted)
+    weights = {tmp_path / "a": 0.75, tmp_path / "b": 0.25}
+    merge: Any = partial(ckpt.sync.convert, weights, tmp_path / "mean")
+    if loads:
+        merge = partial(ckpt.sync.merge, weights)
+    with pytest.raises(errors.StepDeletedError, match="b was deleted while it was read"):
+        merge()
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+
+
 @pytest.mark.timeout(30)
 def test_a_read_ends_also_if_the_save_around_it_has_failed(tmp_path: Path) -> None:
     """A thread that begins to read after that must not wait for ever."""
@@ -154,8 +179,8 @@ def test_a_read_ends_also_if_the_save_around_it_has_failed(tmp_path: Path) -> No
         storage, name = open_step_dir(tmp_path / "x")
         opened = await open_step(storage, name)
         assert opened is not None
-        context = context_of(opened, storage, make_engine(Staging(), ()), 0, 1)
-        tree = (await stored_items(context, 0))["default"].tree
+        context = context_of(opened, make_engine(Staging(), ()))
+        tree = (await checkpoint_items(context, 0))["default"].tree
         assert tree is not None
         [leaf] = tree.leaves
 

@@ -31,7 +31,7 @@ from orbax.checkpoint.experimental.v1._src.saving import validation as v1_saving
 
 import ckpt
 import ckpt.sync
-from ckpt import handlers, policies, step_names, surgery
+from ckpt import handlers, step_names, surgery
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "how-to" / "migrating-from-orbax.md").read_text()
@@ -313,7 +313,6 @@ ROOTS: dict[str, Any] = {
     "writer": handlers.ItemWriter,
     **{name: getattr(ckpt, name) for name in dir(ckpt)},
     **{name: getattr(ckpt.types, name) for name in ckpt.types.__all__},
-    **{name: getattr(policies, name) for name in policies.__all__},
     **{name: getattr(surgery, name) for name in surgery.__all__},
 }
 # Libraries that not every environment of these tests has.
@@ -324,8 +323,8 @@ def calls_here() -> dict[str, list[Callable[..., Any]]]:
     """Return by name what a call without its object may be."""
     calls: dict[str, list[Callable[..., Any]]] = {
         # Of policies and names of users, and of metadata.
-        "refusal": [policies.SavePolicy.refusal],
-        "keep": [policies.PreservationPolicy.keep],
+        "refusal": [ckpt.save_when.SavePolicy.refusal],
+        "keep": [ckpt.keep.KeepPolicy.keep],
         "name": [step_names.StepNames.name],
         "step": [step_names.StepNames.step],
         "target": [ckpt.StepMetadata.target],
@@ -341,14 +340,21 @@ CALLS = calls_here()
 # Where a keyword without its call may belong.
 KEYWORDS = set().union(
     *(arguments(call) for calls in CALLS.values() for call in calls),
-    *(arguments(getattr(policies, name)) for name in ("BestN", "EveryNSteps", "Deletion")),
+    *map(arguments, (ckpt.keep.Best, ckpt.keep.EverySteps, ckpt.keep.Deletion)),
+    *map(arguments, (ckpt.Staging, ckpt.extensions.VitalSigns)),
 )
 # What the objects have that calls return.
 FIELDS = set().union(
-    *(public(cls) for cls in (ckpt.Commit, ckpt.Event, ckpt.Progress, ckpt.StepInfo)),
-    *(public(cls) for cls in (ckpt.StepMetadata, ckpt.UnknownNode, policies.SaveContext)),
+    *(public(cls) for cls in (ckpt.Commit, ckpt.types.Event, ckpt.types.Progress, ckpt.StepInfo)),
+    *(
+        public(cls)
+        for cls in (ckpt.StepMetadata, ckpt.types.UnknownNode, ckpt.save_when.SaveContext)
+    ),
     *(public(getattr(ckpt.types, name)) for name in ckpt.types.__all__),
-    *(public(cls) for cls in (ckpt.CheckpointManager, ckpt.Handler, ckpt.Adapt, ckpt.ArrayFormat)),
+    *(
+        public(cls)
+        for cls in (ckpt.CheckpointManager, ckpt.handlers.Handler, ckpt.Adapt, ckpt.ArrayFormat)
+    ),
 )
 # Code in the right column that names nothing of this library.
 OTHER = {
@@ -433,11 +439,11 @@ def test_what_the_right_column_names_exists(code: str) -> None:
 
 
 def test_the_right_column_is_looked_at() -> None:
-    named = {name for text in RIGHT for name in re.findall(r"policies\.(\w+)", text)}
-    assert {"FixedInterval", "BestN", "Deletion"} <= named
+    named = {name for text in RIGHT for name in re.findall(r"(?:keep|save_when)\.(\w+)", text)}
+    assert {"EverySteps", "Best", "Preempted"} <= named
     used = {name for text in RIGHT for name in re.findall(r"\b(\w+)=", text)}
     assert {"like", "keep_without_metrics", "until"} <= used
-    for wrong in ("ckpt.nothing", "policies.BestN(3, by=1)", "save(step, nothing=1)", "nothing=1"):
+    for wrong in ("ckpt.nothing", "ckpt.keep.Best(3, by=1)", "save(step, nothing=1)", "nothing=1"):
         with pytest.raises(AssertionError):
             test_what_the_right_column_names_exists(wrong)
 
@@ -468,10 +474,8 @@ def test_the_best_steps_are_the_same_and_the_latest_stays_besides(tmp_path: Path
             theirs.save(step, args=state, metrics={"loss": loss})
         theirs.wait_until_finished()
         kept = theirs.all_steps()
-    keep = policies.AnyPreservation(
-        policies.BestN(3, metric="loss", mode="min"), policies.EveryNSteps(10)
-    )
-    with ckpt.sync.CheckpointManager(tmp_path / "ours", preservation=keep) as ours:
+    keep = ckpt.keep.Any(ckpt.keep.Best(3, metric="loss", mode="min"), ckpt.keep.EverySteps(10))
+    with ckpt.sync.CheckpointManager(tmp_path / "ours", keep=keep) as ours:
         for step, loss in losses.items():
             ours.save(step, {"w": np.zeros(2)}, metrics={"loss": loss})
         ours.wait_until_finished()
@@ -512,7 +516,7 @@ def test_the_step_that_is_waited_for_is_the_same(tmp_path: Path, until_step: int
     with ckpt.sync.watch(tmp_path, after=after, only_latest=True, timeout=0) as steps:
         info = next(steps, None)
         assert (-1 if info is None else info.step) == found
-        with ckpt.sync.CheckpointManager(tmp_path, read_only=True) as mgr:
+        with ckpt.sync.CheckpointManager(tmp_path, mode="r") as mgr:
             assert list(mgr.pins()) == ([] if info is None else [found])
 
 

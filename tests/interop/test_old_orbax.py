@@ -66,7 +66,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 def plain(tree: Any) -> Any:
     """A tree in which named tuples whose class is not here are dicts."""
-    if isinstance(tree, ckpt.UnknownNode):
+    if isinstance(tree, ckpt.types.UnknownNode):
         tree = dict(tree.fields)
     if isinstance(tree, dict):
         return {key: plain(child) for key, child in tree.items()}
@@ -213,9 +213,13 @@ def test_an_item_in_a_pickle_does_not_hide_the_others(
     (root / "ckpt_3" / "state" / "checkpoint").write_bytes(pickle.dumps({"w": 1}))
     caplog.set_level(logging.WARNING, logger="ckpt")
     assert ckpt.sync.load(root / "ckpt_3", items=["config"]) == {"config": write_samples.CONFIG}
+    assert set(ckpt.sync.load(root / "ckpt_3")) == {"array", "config"}
     (said,) = [record.getMessage() for record in caplog.records if record.name == "ckpt"]
     assert "'state'" in said
     assert "pickle" in said
+    with pytest.raises(errors.UnsupportedFormatError, match="pickle") as caught:
+        ckpt.sync.load(root / "ckpt_3", items=["state"])
+    assert caught.value.item == "state"
 
 
 # -- the file of msgpack --------------------------------------------------------------------------

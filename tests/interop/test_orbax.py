@@ -152,7 +152,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]) -> Path
     root = tmp_path_factory.mktemp("orbax") / "run"
     with ckpt.sync.CheckpointManager(root, staging=STAGING) as mgr:
         for step in STEPS:
-            mgr.save(step, state, metrics=METRICS[step], metadata={"git": "abc", "step": step})
+            mgr.save(
+                step, state, metrics=METRICS[step], custom_metadata={"git": "abc", "step": step}
+            )
     return root
 
 
@@ -160,7 +162,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]) -> Path
 def final(tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]) -> Path:
     """A one-shot checkpoint."""
     path = tmp_path_factory.mktemp("orbax") / "final"
-    ckpt.sync.save(path, state, metadata={"git": "abc"}, staging=STAGING)
+    ckpt.sync.save(path, state, custom_metadata={"git": "abc"}, staging=STAGING)
     return path
 
 
@@ -308,7 +310,7 @@ def test_v1_checkpointer_shows_the_metrics(run: Path) -> None:
 
 
 def test_v0_manager_lists_the_same_steps(run: Path) -> None:
-    ours = ckpt.sync.CheckpointManager(run, read_only=True)
+    ours = ckpt.sync.CheckpointManager(run, mode="r")
     with ours, ocp0.CheckpointManager(run) as theirs:
         assert list(theirs.all_steps()) == ours.all_steps() == STEPS
         assert theirs.latest_step() == ours.latest_step() == STEPS[-1]
@@ -375,7 +377,7 @@ def test_orbax_does_not_list_an_attempt_under_way(tmp_path: Path) -> None:
     root = tmp_path / "run"
     seen: list[tuple[list[int], list[str]]] = []
 
-    def look(event: ckpt.Event) -> None:
+    def look(event: ckpt.types.Event) -> None:
         if event.phase == "write":
             seen.append((steps_by_orbax(root), os.listdir(root)))
 

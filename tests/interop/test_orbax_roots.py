@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import ckpt
-from ckpt import errors, policies
+from ckpt import errors
+from ckpt._settings import IfExists
 from ckpt.sync import CheckpointManager
 from tests.support.simulated_job import FAR, closed, managers, saved, steps, together
 
@@ -126,7 +127,7 @@ def test_a_read_only_manager_and_asyncio(root: Path) -> None:
     import asyncio
 
     async def latest() -> int:
-        async with ckpt.CheckpointManager(root, read_only=True) as mgr:
+        async with ckpt.CheckpointManager(root, mode="r") as mgr:
             return number_of(await mgr.restore())
 
     before = contents(root)
@@ -183,8 +184,8 @@ def test_a_watch_gives_the_steps_of_both(root: Path) -> None:
 
 
 def test_a_watch_pins_a_step_against_deletion(root: Path) -> None:
-    deletion = policies.Deletion(orbax_steps=True)
-    with CheckpointManager(root, preservation=policies.LatestN(1), deletion=deletion) as mgr:
+    deletion = ckpt.keep.Deletion(orbax_steps=True)
+    with CheckpointManager(root, keep=ckpt.keep.Latest(1), trash=deletion) as mgr:
         for info in ckpt.sync.watch(root, until=10, timeout=60):
             mgr.save(40, state_of(40))
             mgr.wait_until_finished()
@@ -211,7 +212,7 @@ def test_steps_of_orbax_on_disks_of_their_own_are_left_out(
         for _ in range(2):
             assert together(*(lambda each=each: each.all_steps() for each in job)) == [[], []]
         closed(job)
-    assert sum("Orbax wrote are left out" in text for text in said) == 2
+    assert sum("another library wrote are left out" in text for text in said) == 2
 
 
 # --- What stays and what goes ---------------------------------------------------------------------
@@ -221,25 +222,25 @@ def test_retention_counts_steps_of_orbax_and_leaves_them(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = contents(root)
-    keep = policies.LatestN(2)
-    with warnings_of(caplog) as said, CheckpointManager(root, preservation=keep) as mgr:
+    keep = ckpt.keep.Latest(2)
+    with warnings_of(caplog) as said, CheckpointManager(root, keep=keep) as mgr:
         for step in (31, 32, 33):
             mgr.save(step, state_of(step))
         mgr.wait_until_finished()
         assert mgr.all_steps() == [10, 20, 30, 32, 33]
     assert before.items() <= contents(root).items()
     (text,) = said
-    assert "steps that Orbax wrote stay" in text
+    assert "steps that another library wrote stay" in text
     assert "orbax_steps=True" in text
 
 
 def test_retention_by_item_leaves_them_whole(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = contents(root)
-    deletion = policies.Deletion(orbax_steps=True)
-    keep = {"default": policies.LatestN(2)}
+    deletion = ckpt.keep.Deletion(orbax_steps=True)
+    keep = {"default": ckpt.keep.Latest(2)}
     with (
         warnings_of(caplog) as said,
-        CheckpointManager(root, preservation=keep, deletion=deletion) as mgr,
+        CheckpointManager(root, keep=keep, trash=deletion) as mgr,
     ):
         for step in (31, 32, 33):
             mgr.save(step, state_of(step))
@@ -247,13 +248,13 @@ def test_retention_by_item_leaves_them_whole(root: Path, caplog: pytest.LogCaptu
         assert mgr.all_steps() == [10, 20, 30, 32, 33]
     assert before.items() <= contents(root).items()
     (text,) = said
-    assert "steps that Orbax wrote stay whole" in text
+    assert "steps that another library wrote stay whole" in text
     assert ": 10, 20, 30. delete(step)" in text
 
 
 def test_orbax_reads_what_retention_by_item_has_left(tmp_path: Path) -> None:
-    keep: dict[str, Any] = {"params": policies.PreserveAll(), "*": policies.LatestN(1)}
-    with CheckpointManager(tmp_path, preservation=keep) as mgr:
+    keep: dict[str, Any] = {"params": ckpt.keep.All(), "*": ckpt.keep.Latest(1)}
+    with CheckpointManager(tmp_path, keep=keep) as mgr:
         for step in (1, 2):
             mgr.save(step, items={"params": state_of(step), "opt_state": {"mu": jnp.ones(9)}})
         mgr.wait_until_finished()
@@ -268,9 +269,9 @@ def test_orbax_reads_what_retention_by_item_has_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trash", [None, "trash"])
 def test_retention_deletes_them_where_that_is_asked_for(root: Path, trash: str | None) -> None:
-    deletion = policies.Deletion(orbax_steps=True, trash=trash)
-    keep = policies.LatestN(2)
-    with CheckpointManager(root, preservation=keep, deletion=deletion) as mgr:
+    deletion = ckpt.keep.Deletion(orbax_steps=True, trash=trash)
+    keep = ckpt.keep.Latest(2)
+    with CheckpointManager(root, keep=keep, trash=deletion) as mgr:
         mgr.pin(10, "paper")
         mgr.save(31, state_of(31))
         mgr.wait_until_finished()
@@ -296,9 +297,9 @@ def test_a_step_of_orbax_is_deleted_when_it_is_named(root: Path) -> None:
 def test_a_step_of_orbax_is_never_replaced(root: Path) -> None:
     before = contents(root)
     with CheckpointManager(root) as mgr:
-        for overwrite in (False, True):
+        for if_exists in get_args(IfExists):
             with pytest.raises(errors.StepExistsError, match=r"20.*not a checkpoint of this"):
-                mgr.save(20, state_of(1), overwrite=overwrite, durable=True)
+                mgr.save(20, state_of(1), if_exists=if_exists, durable=True)
         with pytest.raises(errors.NotACheckpointError, match=r"step 20: .*without digests"):
             mgr.verify(20)
     assert before.items() <= contents(root).items()
@@ -390,7 +391,7 @@ def test_steps_are_listed_without_being_opened(root: Path) -> None:
     """However many arrays they have: what describes the arrays is not looked at."""
     for path in root.rglob("_METADATA"):
         path.write_bytes(b"x" * 100)
-    with CheckpointManager(root, read_only=True) as mgr:
+    with CheckpointManager(root, mode="r") as mgr:
         assert mgr.all_steps() == list(STEPS)
         with pytest.raises(errors.CorruptCheckpointError, match="_METADATA"):
             mgr.restore()
@@ -414,3 +415,94 @@ def test_times_of_orbax_count_for_policies(tmp_path: Path) -> None:
         info = mgr.metadata(10).info
         assert abs(info.committed.timestamp() - about["commit_timestamp_nsecs"] / 1e9) < 1e-3
         assert abs(info.created.timestamp() - about["init_timestamp_nsecs"] / 1e9) < 1e-3
+
+
+def test_a_loop_that_saves_at_its_top_goes_on_with_a_run_of_orbax(tmp_path: Path) -> None:
+    """The step is Orbax's, has no digests, and stays as it is: the arrays came from it."""
+    with ocp0.CheckpointManager(tmp_path) as theirs:
+        theirs.save(7, args=ocp0.args.StandardSave(state_of(7)))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with CheckpointManager(tmp_path) as mgr:
+        start, state = mgr.resume(state_of(0))
+        commit = mgr.save(start - 1, state)
+        assert not commit
+        assert "restored from" in str(commit.skipped)
+        with pytest.raises(errors.StepExistsError, match="not a checkpoint of this"):
+            mgr.save(start - 1, state_of(8))
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "7").rglob("*")} == {
+        path: when for path, when in before.items() if (tmp_path / "7") in path.parents
+    }
+
+
+def test_metrics_are_kept_as_they_were_passed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lists and texts, too: a metric function gets what Orbax gave to a `best_fn`."""
+    root = tmp_path / "run"
+    options = ocp0.CheckpointManagerOptions(best_fn=lambda each: each["eval"]["loss"])
+    metrics = {1: (0.5, "valid"), 2: (0.25, "test")}
+    with ocp0.CheckpointManager(root, options=options) as manager:
+        for step, (loss, split) in metrics.items():
+            given = {"eval": {"loss": loss, "curve": [1, 2]}, "split": split, "ok": True}
+            manager.save(step, args=ocp0.args.StandardSave(state_of(step)), metrics=given)
+        manager.wait_until_finished()
+    with warnings_of(caplog) as said, CheckpointManager(root) as mgr:
+        assert mgr.metrics(1) == {"eval/loss": 0.5}
+        assert mgr.best_step("eval/loss", "min") == 2
+        assert mgr.best_step(lambda each: each["eval"]["loss"], "max") == 1
+        assert mgr.best_step(lambda each: len(each["eval"]["curve"]) + each["ok"], "max") == 2
+        assert mgr.best_step(lambda each: float(each["split"] == "valid"), "max") == 1
+    assert not said
+    with warnings_of(caplog) as said:
+        ckpt.sync.convert(root / "1", tmp_path / "ours" / "1", step=None)
+        ckpt.sync.adopt(root / "1", tmp_path / "adopted" / "1")
+    assert said == []
+    for name in ("ours", "adopted"):
+        document = json.loads((tmp_path / name / "1" / "ckpt.json").read_text())
+        assert document["metrics"]["eval"] == {"loss": 0.5, "curve": [1, 2]}
+        assert document["metrics"]["split"] == "valid"
+    path = root / "1" / "metrics" / "metrics"
+    path.write_text(json.dumps({"eval": {"loss": 0.5, "none": None}}))
+    with warnings_of(caplog) as said:
+        ckpt.sync.convert(root / "1", tmp_path / "again")
+    assert ["eval/none" in each for each in said] == [True]
+    assert ckpt.sync.metadata(tmp_path / "again").info.metrics == {"eval/loss": 0.5}
+
+
+def test_metrics_that_are_damaged_do_not_hide_the_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_with_manager(tmp_path / "run", 10)
+    (tmp_path / "run" / "10" / "metrics" / "metrics").write_text("{")
+    with warnings_of(caplog) as said:
+        assert number_of(ckpt.sync.load(tmp_path / "run" / "10")) == 10
+    [each] = said
+    assert "metrics/metrics is damaged" in each
+
+
+@pytest.mark.parametrize("mark", [b"", b"done\n", b"Saved by a program"])
+def test_a_mark_that_is_nobodys_makes_no_step_ours(
+    root: Path, mark: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (root / "30" / "commit_success.txt").write_bytes(mark)
+    with warnings_of(caplog) as said, CheckpointManager(root) as mgr:
+        assert mgr.all_steps() == list(STEPS)
+        assert number_of(mgr.restore()) == 30
+    assert not said
+    assert number_of(ckpt.sync.load(root / "30")) == 30
+
+
+@pytest.mark.parametrize("mark", [b"", b"Checkpoint commit was successful to 5"])
+def test_a_step_of_ours_with_a_cut_mark_is_not_read_as_one_of_orbax(
+    tmp_path: Path, mark: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing would be compared with digests."""
+    with CheckpointManager(tmp_path / "run") as mgr:
+        mgr.save(5, state_of(5), durable=True)
+    (tmp_path / "run" / "5" / "ckpt.json").unlink()
+    (tmp_path / "run" / "5" / "commit_success.txt").write_bytes(mark)
+    with pytest.raises(errors.NotACheckpointError):
+        ckpt.sync.load(tmp_path / "run" / "5")
+    with warnings_of(caplog) as said, CheckpointManager(tmp_path / "run") as mgr:
+        assert mgr.all_steps() == []
+    assert said

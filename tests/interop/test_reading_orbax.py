@@ -111,7 +111,30 @@ def by_v1_checkpointer(path: Path, state: Any) -> Path:
     return path / str(STEP)
 
 
+def by_async_checkpointer(path: Path, state: Any) -> Path:
+    with ocp0.AsyncCheckpointer(ocp0.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(path, args=ocp0.args.PyTreeSave(state))
+        checkpointer.wait_until_finished()
+    return path
+
+
+def by_pytree_checkpointer(path: Path, state: Any) -> Path:
+    ocp0.PyTreeCheckpointer(use_ocdbt=False).save(path, state)
+    return path
+
+
+def in_one_file(path: Path, state: Any) -> Path:
+    """What can be in the file of msgpack is there."""
+    arguments = jax.tree.map(lambda _: ocp0.SaveArgs(aggregate=True), state)
+    handler = ocp0.PyTreeCheckpointHandler(use_ocdbt=False)
+    ocp0.Checkpointer(handler).save(path, state, save_args=arguments)
+    return path
+
+
 WRITERS: dict[str, Callable[[Path, Any], Path]] = {
+    "async": by_async_checkpointer,
+    "checkpointer": by_pytree_checkpointer,
+    "one-file": in_one_file,
     "manager": by_manager,
     "pytree": by_pytree_save,
     "files": lambda path, state: handled(path, state, use_ocdbt=False),
@@ -232,7 +255,7 @@ def test_a_composite_comes_back_by_item(tmp_path: Path) -> None:
     assert jnp.array_equal(jax.random.key_data(found["key"]), jax.random.key_data(key))
     assert jnp.array_equal(found["array"], jnp.arange(3))
     assert_same(ckpt.sync.load(path, items=["model"]), {"model": state})
-    assert ckpt.sync.metadata(path).info.metadata == {"note": "x"}
+    assert ckpt.sync.metadata(path).info.custom_metadata == {"note": "x"}
 
 
 def test_items_of_v1_come_back_by_name(tmp_path: Path) -> None:
@@ -275,6 +298,26 @@ def test_files_that_orbax_could_do_without(tmp_path: Path, written: Path, state:
     assert_same(found, as_orbax_writes(state))
 
 
+def in_files(path: Path, state: Any) -> Path:
+    return handled(path, state, use_ocdbt=False)
+
+
+def in_v3_files(path: Path, state: Any) -> Path:
+    return handled(path, state, use_ocdbt=False, use_zarr3=True)
+
+
+@pytest.mark.parametrize("write", [handled, in_files, in_v3_files, by_v1, by_v1_checkpointer])
+@pytest.mark.parametrize(
+    "leaf",
+    [jnp.arange(6.0).reshape(2, 3), np.arange(3, dtype=np.int16), jnp.bfloat16(2), 3, 2.5],
+    ids=str,
+)
+def test_a_tree_that_is_one_leaf(tmp_path: Path, write: Any, leaf: Any) -> None:
+    path = write(tmp_path / "x", leaf)
+    assert_same(ckpt.sync.load(path), leaf)
+    assert_same(ckpt.sync.load(path, like=leaf), leaf)
+
+
 # -- what is not one ------------------------------------------------------------------------------
 
 
@@ -306,27 +349,6 @@ def test_a_step_of_this_library_without_its_manifest_is_not_read(tmp_path: Path)
     (tmp_path / "x" / "ckpt.json").unlink()
     with pytest.raises(ckpt.errors.NotACheckpointError):
         ckpt.sync.load(tmp_path / "x")
-
-
-def test_an_item_of_an_unknown_handler_is_named_and_the_others_loaded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with ocp0.CheckpointManager(tmp_path / "run") as manager:
-        manager.save(
-            STEP, args=ocp0.args.Composite(model=ocp0.args.StandardSave({"w": jnp.ones(2)}))
-        )
-        manager.wait_until_finished()
-    path = tmp_path / "run" / str(STEP)
-    about = json.loads((path / "_CHECKPOINT_METADATA").read_text())
-    about["item_handlers"]["grain"] = "grain.PyGrainCheckpointHandler"
-    (path / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
-    (path / "grain").mkdir()
-    (path / "grain" / "process_0-of-1.json").write_text("{}")
-    caplog.set_level(logging.WARNING, logger="ckpt")
-    assert set(ckpt.sync.load(path)) == {"model"}
-    assert sum("'grain'" in record.getMessage() for record in caplog.records) == 1
-    with pytest.raises(ckpt.errors.InvalidArgumentError, match="grain"):
-        ckpt.sync.load(path, items=["grain"])
 
 
 def files_with_data(path: Path) -> list[Path]:
@@ -394,23 +416,6 @@ def test_codecs_that_are_not_read_are_named(tmp_path: Path, state: Any) -> None:
         with pytest.raises(ckpt.errors.UnsupportedFormatError) as caught:
             ckpt.sync.load(path)
         assert caught.value.leaf == "host"
-
-
-def test_an_item_in_a_codec_that_is_not_read_does_not_hide_the_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with ocp0.CheckpointManager(tmp_path / "run") as manager:
-        args = {name: ocp0.args.ArraySave(jnp.arange(3)) for name in ("one", "two")}
-        manager.save(STEP, args=ocp0.args.Composite(**args))
-        manager.wait_until_finished()
-    path = tmp_path / "run" / str(STEP)
-    file = path / "one" / "checkpoint" / ".zarray"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"compressor": {"id": "bz2"}}))
-    caplog.set_level(logging.WARNING, logger="ckpt")
-    assert set(ckpt.sync.load(path)) == {"two"}
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "ckpt"]
-    assert "'one'" in said
-    assert "bz2" in said
 
 
 @pytest.mark.parametrize("compressor", [None, {"id": "zstd", "level": 1}, {"id": "gzip"}])

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ckpt
-from ckpt._inspection.places import checkpoint_at
+from ckpt._inspection.locations import checkpoint_at
 from ckpt._inspection.restores.explanation import explain_restore
 from ckpt._inspection.restores.placements import TargetMesh
 from ckpt._inspection.restores.records import RestoreExplanation

@@ -16,8 +16,8 @@ from tests.support.peer_jobs import (
     DEVICES,
     PROGRAM,
     Hosts,
-    keeper_of,
-    kill_keeper,
+    agent_of,
+    kill_agent,
     settings,
     wait_for_line,
 )
@@ -150,7 +150,7 @@ def test_a_run_that_goes_back_in_the_middle_has_copies_of_what_comes_then(
     assert starts(ended(root, hosts)) == {(7, True)}
 
 
-def test_a_run_that_goes_back_without_its_keepers_does_not_find_what_came_after(
+def test_a_run_that_goes_back_without_its_agents_does_not_find_what_came_after(
     tmp_path: Path, memory: Path
 ) -> None:
     """They were killed, and what they hold is forgotten all the same."""
@@ -158,7 +158,7 @@ def test_a_run_that_goes_back_without_its_keepers_does_not_find_what_came_after(
     with running(root, hosts, steps=[10, None, 5]) as job:
         paused(job, [10])
         for child in job.children:
-            kill_keeper(child)
+            kill_agent(child)
         go_on(job)
         end_all(job)
     held = hosts.held()
@@ -195,12 +195,12 @@ def test_copies_under_old_numbers_go_again(tmp_path: Path, memory: Path) -> None
     assert hosts.held() == {0: [(2, 2)], 1: [(0, 2)], 2: [(1, 2)]}
 
 
-def test_a_keeper_that_was_killed_is_made_good(tmp_path: Path, memory: Path) -> None:
-    """The next snapshot is copied already, though another keeper listens at another port."""
+def test_an_agent_that_was_killed_is_made_good(tmp_path: Path, memory: Path) -> None:
+    """The next snapshot is copied already, though another agent listens at another port."""
     root, hosts = tmp_path / "run", Hosts(memory, 3)
     with running(root, hosts, steps=[0, None, 1]) as job:
         paused(job, [0])
-        kill_keeper(job[1])
+        kill_agent(job[1])
         go_on(job)
         results = end_all(job)
     assert [each.value["skipped"] for each in results] == [[]] * 3
@@ -212,18 +212,18 @@ def test_a_keeper_that_was_killed_is_made_good(tmp_path: Path, memory: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 2])
-def test_a_keeper_that_is_stopped_is_named_and_replaced(
+def test_an_agent_that_is_stopped_is_named_and_replaced(
     stopped: int, tmp_path: Path, memory: Path
 ) -> None:
     root, hosts = tmp_path / "run", Hosts(memory, 3)
     with running(root, hosts, steps=[0, None, 1, 2, 3], seconds=15.0) as job:
         paused(job, [0])
-        os.kill(keeper_of(job[stopped]), signal.SIGSTOP)
+        os.kill(agent_of(job[stopped]), signal.SIGSTOP)
         go_on(job)
         results = end_all(job)
     assert [each.value["skipped"] for each in results] == [[]] * 3
     said = results[stopped].errors
-    assert "its keeper does not answer within 15 s" in said or "it is started again" in said
+    assert "its agent does not answer within 15 s" in said or "it is started again" in said
     assert all(("started again" in each.errors) is (each.index == stopped) for each in results)
     assert hosts.held() == {0: [(2, 3)], 1: [(0, 3)], 2: [(1, 3)]}
     hosts.lose(stopped)
@@ -255,11 +255,11 @@ def test_an_address_of_another_host_leaves_a_run_without_copies(
         assert each.value["skipped"] == []
 
 
-def test_a_fixed_port_is_used_again_by_the_next_keeper(tmp_path: Path, memory: Path) -> None:
+def test_a_fixed_port_is_used_again_by_the_next_agent(tmp_path: Path, memory: Path) -> None:
     root, hosts = tmp_path / "run", Hosts(memory, 2)
     with running(root, hosts, steps=[0, None, 1], ports=[free_port(), 0]) as job:
         paused(job, [0])
-        kill_keeper(job[0])
+        kill_agent(job[0])
         go_on(job)
         end_all(job)
     assert hosts.held() == {0: [(1, 1)], 1: [(0, 1)]}
@@ -318,11 +318,11 @@ def test_snapshots_that_are_faster_than_copies_stay_within_bounds(
     root, hosts = tmp_path / "run", Hosts(memory, 3)
     with running(root, hosts, steps=[0, None, *range(1, 9), None, 20], wait_for="nothing") as job:
         paused(job)
-        keeper = keeper_of(job[1])
-        os.kill(keeper, signal.SIGSTOP)
+        agent = agent_of(job[1])
+        os.kill(agent, signal.SIGSTOP)
         go_on(job)
         paused(job)
-        os.kill(keeper, signal.SIGCONT)
+        os.kill(agent, signal.SIGCONT)
         go_on(job)
         results = end_all(job)
     for each in results:
@@ -340,16 +340,16 @@ def test_what_a_killed_job_has_left_does_not_keep_the_next_one_from_snapshots(
     root, hosts = tmp_path / "run", Hosts(memory, 3)
     with running(root, hosts, steps=[0, "wait", None, 1, 2, 3], wait_for="commits") as job:
         paused(job)
-        keepers = [keeper_of(child) for child in job.children]
-        os.kill(keepers[1], signal.SIGSTOP)
+        agents = [agent_of(child) for child in job.children]
+        os.kill(agents[1], signal.SIGSTOP)
         go_on(job)
         for child in job.children:
             wait_for_line(child, "saved 3")
         assert hosts.own(0) == [0, 1, 2, 3]
         for child in job.children:
             child.kill()
-        for keeper in keepers:
-            os.kill(keeper, signal.SIGKILL)
+        for agent in agents:
+            os.kill(agent, signal.SIGKILL)
     results = killed(root, hosts, 2)
     assert starts(results) == {(4, True)}
     assert [each.value["skipped"] for each in results] == [[]] * 3

@@ -27,7 +27,7 @@ from ckpt._plan.adapt import Adapt
 from ckpt._plan.multihost.per_process import apart, combine, own_path, pick, renamed
 from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine
-from ckpt._steps.restores.requests import wanted_items
+from ckpt._steps.restores.restore_arguments import RestoreOptions, wanted_items
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -122,7 +122,7 @@ def restored(path: Path, items: Any, process: int, processes: int, handlers: Any
 
     async def load() -> dict[str, Any]:
         manifest = await read_manifest(storage, step_dir)
-        wanted = wanted_items(manifest, None, items, None)
+        wanted = wanted_items(manifest, RestoreOptions(items=items))
         restore = RestoreContext(storage, step_dir, manifest, engine, (), process, processes)
         return await restore_items(restore, wanted)
 
@@ -439,7 +439,7 @@ def restored_with(path: Path, like: Any, adapt: Adapt) -> Any:
 
     async def load() -> dict[str, Any]:
         manifest = await read_manifest(storage, step_dir)
-        wanted = wanted_items(manifest, None, {"a": like}, {"a": adapt})
+        wanted = wanted_items(manifest, RestoreOptions(items={"a": like}, adapt={"a": adapt}))
         return await restore_items(
             RestoreContext(storage, step_dir, manifest, engine, (), 1, 2), wanted
         )

@@ -27,7 +27,7 @@ def memory() -> Iterator[Path]:
 def killed(count: int, root: Path, memory: Path, *more: str) -> list[Any]:
     """Run a job that is killed after its second snapshot; return what its processes told.
 
-    With `flush`, its keepers have written that when this returns.
+    With `flush`, its agents have written that when this returns.
     """
     told = root, memory, "wait", *more
     with started(count, PROGRAM, *told, devices_per_process=DEVICES[count]) as job:
@@ -66,7 +66,7 @@ def test_a_job_that_is_started_again_goes_on_from_memory(
 
 
 def test_a_clean_end_of_a_job_keeps_its_last_snapshot(tmp_path: Path, memory: Path) -> None:
-    """The keepers of all processes make one step of their parts."""
+    """The agents of all processes make one step of their parts."""
     root = tmp_path / "run"
     ended(2, root, memory, "flush")
     assert list(memory.iterdir()) == []

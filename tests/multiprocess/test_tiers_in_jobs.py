@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.parts_of_states import steps_of
-from tests.support.peer_jobs import keeper_of, kill_keeper
+from tests.support.peer_jobs import agent_of, kill_agent
 from tests.support.real_jobs import Job, Result, run_processes, started
 from tests.support.snapshots import shared_memory, wait_for
 
@@ -109,13 +109,13 @@ def test_a_scheduler_that_tells_all_processes_of_a_job(tmp_path: Path, memory: P
             child.reached("the end")
         for child in job.children:
             child.send(signal.SIGTERM)
-            os.kill(keeper_of(child), signal.SIGTERM)
+            os.kill(agent_of(child), signal.SIGTERM)
         wait_for(root, 1)
         assert all(child.process.poll() is None for child in job.children)
     assert steps_of(root) == [1]
 
 
-def test_a_process_that_fails_leaves_its_part_to_its_keeper(tmp_path: Path, memory: Path) -> None:
+def test_a_process_that_fails_leaves_its_part_to_its_agent(tmp_path: Path, memory: Path) -> None:
     """The others are killed later, as a scheduler does."""
     root = tmp_path / "root"
     given = {"hosts": hosts(memory, 2), "snapshots": 2, "raises": 1}
@@ -139,20 +139,18 @@ def test_a_job_that_is_back_goes_on_from_memory(tmp_path: Path, memory: Path) ->
     assert list(memory.glob("host-*/ckpt-*/*")) == []
 
 
-def test_keepers_that_are_alone_write_nothing(tmp_path: Path, memory: Path) -> None:
-    """A machine is lost with its memory and its keeper."""
+def test_agents_that_are_alone_write_nothing(tmp_path: Path, memory: Path) -> None:
+    """A machine is lost with its memory and its agent."""
     root = tmp_path / "root"
     folders = hosts(memory, 2)
     with at_the_end(root, 2, hosts=folders, snapshots=1, kept=3.0) as job:
         for child in job.children:
             child.reached("the end")
-        kill_keeper(job[1])
+        kill_agent(job[1])
         shutil.rmtree(folders[1])
         for child in job.children:
             child.kill()
-        # It ends when the output of the last keeper has been closed.
+        # It ends when the output of the last agent has been closed.
         left = job[0].result()
-    assert (
-        "could not be written: the keepers of processes 1 of 2 offered no snapshot" in left.errors
-    )
+    assert "could not be written: the agents of processes 1 of 2 offered no snapshot" in left.errors
     assert steps_of(root) == []

@@ -57,7 +57,7 @@ def test_a_process_may_have_no_part_of_an_array(tmp_path: Path) -> None:
     values = np.arange(512 * 1024, dtype=np.int64) * 7 + len("elsewhere") + 1
     array = (values % 239).astype(np.float32).reshape(512, 1024)
     alone = tmp_path / "alone"
-    ckpt.sync.save(alone, {"elsewhere": array}, vital_signs=True)
+    ckpt.sync.save(alone, {"elsewhere": array}, extensions=[ckpt.extensions.VitalSigns()])
     assert np.array_equal(ckpt.sync.load(tmp_path / "1")["elsewhere"], array)
     found, expected = (records(path)["elsewhere"] for path in (tmp_path / "1", alone))
     assert (found["fingerprint"] == expected["fingerprint"]).all()
@@ -66,7 +66,8 @@ def test_a_process_may_have_no_part_of_an_array(tmp_path: Path) -> None:
 @pytest.mark.parametrize("without", [0, 1])
 def test_processes_with_another_switch_save_no_wrong_signs(tmp_path: Path, without: int) -> None:
     state = {"a": np.arange(10, dtype=np.int32), "b": 3}
-    each = [{"vital_signs": index != without} for index in range(2)]
+    signs = [ckpt.extensions.VitalSigns()]
+    each = [{"extensions": signs if index != without else []} for index in range(2)]
     mgrs = managers(tmp_path, each=each)
     assert steps(saved(mgrs, 1, state)) == [1, 1]
     closed(mgrs)
@@ -115,7 +116,7 @@ def test_processes_whose_replicas_differ_are_named(
 def test_one_process_of_a_job_tells_of_values_that_are_not_finite(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mgrs = managers(tmp_path, vital_signs=True)
+    mgrs = managers(tmp_path, extensions=[ckpt.extensions.VitalSigns()])
     assert steps(saved(mgrs, 1, {"a": np.full(2, np.nan)})) == [1, 1]
     closed(mgrs)
     found = [each.getMessage() for each in caplog.records if "NaN or" in each.getMessage()]

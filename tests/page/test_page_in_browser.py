@@ -55,7 +55,7 @@ def manager(tmp_path: Path) -> Iterator[Any]:
 @pytest.fixture
 def url(manager: Any) -> Iterator[str]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "ckpt", "ui", str(manager.root)],
+        [sys.executable, "-m", "ckpt", "ui", str(manager.directory)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -93,7 +93,7 @@ class Opened:
 def test_it_shows_the_run_and_follows_it(browser: Any, url: str, manager: Any) -> None:
     opened = Opened(browser, url)
     page = opened.page
-    assert opened.text("h1") == str(manager.root)
+    assert opened.text("h1") == str(manager.directory)
     assert opened.text("#step-title") == "Step 30"
     assert page.locator("#steps tr").count() == 3
     assert "pinned: paper" in opened.text("#steps")
@@ -117,7 +117,7 @@ def test_it_shows_what_is_deleted_next_and_what_is_being_saved(
     browser: Any, tmp_path: Path
 ) -> None:
     root = tmp_path / "run"
-    with ckpt.sync.CheckpointManager(root, preservation=ckpt.policies.LatestN(2)) as mgr:
+    with ckpt.sync.CheckpointManager(root, keep=ckpt.keep.Latest(2)) as mgr:
         for step in (10, 20):
             mgr.save(step, state_of(step), durable=True)
         mgr.wait_until_finished()
@@ -202,7 +202,7 @@ def test_large_numbers_are_shown_as_they_are(browser: Any, tmp_path: Path) -> No
     numbers = [2**53, 2**53 + 1, 10**18 + 1]
     with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
         for number in numbers:
-            mgr.save(number, state_of(3), metadata={"seed": number})
+            mgr.save(number, state_of(3), custom_metadata={"seed": number})
     opened = exported(browser, tmp_path / "run", tmp_path)
     page = opened.page
     assert page.locator("#steps button").all_inner_texts() == [*map(str, reversed(numbers))]
@@ -227,7 +227,7 @@ def test_metrics_may_be_called_like_methods(browser: Any, tmp_path: Path) -> Non
 
 def signed_run(root: Path) -> Path:
     """Save a run with vital signs, in which a layer gets NaN at steps 30 and 40."""
-    with ckpt.sync.CheckpointManager(root, vital_signs=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         for step in (10, 20, 30, 40, 50):
             state = state_of(step)
             if step in (30, 40):
@@ -331,7 +331,7 @@ def test_an_exported_file_works_without_a_server(
     browser: Any, manager: Any, tmp_path: Path
 ) -> None:
     file = tmp_path / "run.html"
-    assert ckpt_command("ui", manager.root, "--export", file, "--steps", "2").status == 0
+    assert ckpt_command("ui", manager.directory, "--export", file, "--steps", "2").status == 0
     opened = Opened(browser, file.as_uri())
     assert opened.text("#step-title") == "Step 30"
     assert "7 leaves differ" in opened.text("#diff-text")
@@ -344,7 +344,7 @@ def test_an_exported_file_works_without_a_server(
 
 def test_a_root_that_is_deleted_is_said(browser: Any, url: str, manager: Any) -> None:
     opened = Opened(browser, url)
-    root = Path(manager.root)
+    root = Path(manager.directory)
     root.rename(root.with_name("elsewhere"))
     opened.page.wait_for_selector("#failure:not([hidden])")
     assert f"{root} is gone" in opened.text("#failure")
@@ -354,7 +354,7 @@ def test_a_root_that_is_deleted_is_said(browser: Any, url: str, manager: Any) ->
 
 def test_a_server_that_is_gone_is_said(browser: Any, manager: Any) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "ckpt", "ui", str(manager.root)],
+        [sys.executable, "-m", "ckpt", "ui", str(manager.directory)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -31,7 +31,6 @@ from ckpt._plan.write_batches import WriteBatch
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt._vitals.replicas import unequal_leaves
 from ckpt.errors import CheckpointError, CorruptCheckpointError
-from ckpt.policies import LatestN
 from tests.reliability.damage import Place, places_of
 from tests.reliability.tally import Tally
 from tests.support.damage import FlipBit, damaged
@@ -168,7 +167,7 @@ def stored(directory: Path, count: int, seed: int = 0) -> Tally:
             for n in range(3)
         }
         state["chunks"] = _bits(random, (1024, 96), DTYPES["float32"])
-        ckpt.sync.save(path, state, formats=formats, vital_signs=True)
+        ckpt.sync.save(path, state, formats=formats, extensions=[ckpt.extensions.VitalSigns()])
         places = places_of(path)
         assert len(places) == len(state) + 3
         for number in range(min(4 * ATTACKS, count - total.faults)):
@@ -181,7 +180,9 @@ def stored(directory: Path, count: int, seed: int = 0) -> Tally:
 
 
 def _manager(root: str) -> ckpt.sync.CheckpointManager:
-    return ckpt.sync.CheckpointManager(root, vital_signs="device", preservation=LatestN(1))
+    return ckpt.sync.CheckpointManager(
+        root, extensions=[ckpt.extensions.VitalSigns("device")], keep=ckpt.keep.Latest(1)
+    )
 
 
 # --- Arrays and flips -----------------------------------------------------------------------------

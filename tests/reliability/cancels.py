@@ -104,7 +104,7 @@ def cancelled_calls(directory: Path, count: int, seed: int = 0) -> Tally:
             problems: list[object] = []
             loop.set_exception_handler(lambda _, context: problems.append(context))
             trigger.begin(files)
-            call = ckpt.save(root / ONE, items=items_of(1), metadata=1, handlers=HANDLERS)
+            call = ckpt.save(root / ONE, items=items_of(1), custom_metadata=1, handlers=HANDLERS)
             task = asyncio.ensure_future(call)
             trigger.calls(lambda: loop.call_soon_threadsafe(task.cancel))
             await asyncio.wait([task])
@@ -152,7 +152,7 @@ def _look(
     left = leftovers(root)
     if left:
         losses.append(f"{where}: left {left}")
-    with manager(root, read_only=True) as mgr:
+    with manager(root, mode="r") as mgr:
         try:
             found = contents(root, mgr)
         except AssertionError as error:

@@ -73,7 +73,7 @@ def _whole_steps(root: Path) -> set[int]:
     if not root.exists():
         return set()
     visible = sorted(int(name) for name in os.listdir(root) if name.isdigit())
-    with ckpt.sync.CheckpointManager(root, read_only=True) as reader:
+    with ckpt.sync.CheckpointManager(root, mode="r") as reader:
         assert reader.all_steps() == visible, "a half-visible step"
         for step in visible:
             report = reader.verify(step)
@@ -100,7 +100,7 @@ def at_random(directory: Path, count: int, seed: int = 0) -> Tally:
             assert child.returncode == 0, f"ended with {child.returncode}"
             disks.check_end()
         except Exception as error:
-            tally.losses.append(f"disks {index}: {type(error).__name__}: {error}")
+            tally.lose(f"disks {index}", error)
         shutil.rmtree(directory / str(index))
         return tally
 

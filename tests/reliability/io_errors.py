@@ -125,7 +125,7 @@ def _held(root: Path, directory: Path, number: int) -> tuple[list[str], bool]:
         if met:
             # It may be one that comes after the acknowledgement.
             wanted = SAVE.done if ended.is_set() else SAVE.possible
-            with manager(root, read_only=True) as reader:
+            with manager(root, mode="r") as reader:
                 try:
                     found = contents(root, reader)
                     losses += [] if found in wanted else [f"{files.met[0]}: {found}"]

@@ -1,4 +1,4 @@
-"""A campaign against jobs that are killed whole: their keepers write the last snapshot."""
+"""A campaign against jobs that are killed whole: their agents write the last snapshot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE_S = 120.0
 def at_random(directory: Path, count: int, seed: int = 0) -> Tally:
     """Kill all processes of jobs that take snapshots without pause, each job at a random moment.
 
-    When their keepers have ended, the root has a snapshot, whole: the last one of which all
+    When their agents have ended, the root has a snapshot, whole: the last one of which all
     processes had heard that it is there, or a newer one. The number of faults is that of the jobs
     of which a snapshot was torn.
     """
@@ -41,7 +41,7 @@ def at_random(directory: Path, count: int, seed: int = 0) -> Tally:
             tally += Tally(1, _killed(place / "root", choice))
         except (Exception, pytest.fail.Exception) as error:
             tally += Tally(1)
-            tally.losses.append(f"job {index}: {type(error).__name__}: {error}")
+            tally.lose(f"job {index}", error)
     return tally
 
 
@@ -55,7 +55,7 @@ def _killed(root: Path, choice: random.Random) -> bool:
             "hosts": list(map(str, folders)),
             "snapshots": 100_000,
             "then": "wait",
-            # Keepers wait for another job as long as that.
+            # Agents wait for another job as long as that.
             "kept": 30.0,
         }
         with started(
@@ -70,7 +70,7 @@ def _killed(root: Path, choice: random.Random) -> bool:
             for child in victims:
                 child.kill()
             is_torn = any(ATTEMPT in each.name for each in memory.glob("*/ckpt-*/*/steps/*"))
-            # Their output ends when the keepers have closed it, once they have written.
+            # Their output ends when the agents have closed it, once they have written.
             results = job.results()
     confirmed = min(max(_taken(each.output.splitlines())) for each in results)
     said = " / ".join(each.errors[-1000:] for each in results)

@@ -165,7 +165,7 @@ def _wrong_error(each: Said, what: str, who: int, count: int) -> Iterator[str]:
 
 
 def _damaged(root: Path) -> Iterator[str]:
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         for step in mgr.all_steps():
             report = mgr.verify(step)
             if not report.ok:

@@ -69,7 +69,7 @@ def prepared(root: Path) -> None:
     """A root with the committed steps 0 and 1."""
     with ckpt.sync.CheckpointManager(root) as mgr:
         for step in range(2):
-            mgr.save(step, state_of(step), metadata=step).result()
+            mgr.save(step, state_of(step), custom_metadata=step).result()
 
 
 def check_root(root: Path, mode: str, acks: list[int], *, rebooted: bool = False) -> int:
@@ -87,7 +87,7 @@ def check_root(root: Path, mode: str, acks: list[int], *, rebooted: bool = False
         return 0
     left = len(attempts(root))
     visible = sorted(int(name) for name in os.listdir(root) if name.isdigit())
-    with ckpt.sync.CheckpointManager(root, read_only=True) as reader:
+    with ckpt.sync.CheckpointManager(root, mode="r") as reader:
         assert reader.all_steps() == visible, "a half-visible step"
         assert reader.latest_step() == (visible[-1] if visible else None)
     assert len(attempts(root)) == left, "a reader touched what it must not"
@@ -97,7 +97,7 @@ def check_root(root: Path, mode: str, acks: list[int], *, rebooted: bool = False
     with ckpt.sync.CheckpointManager(root) as mgr:
         assert attempts(root) == [], "dead attempts were not removed"
         assert mgr.all_steps() == visible
-        numbers = {step: mgr.metadata(step).info.metadata for step in visible}
+        numbers = {step: mgr.metadata(step).info.custom_metadata for step in visible}
         for step, number in numbers.items():
             report = mgr.verify(step)
             assert report.ok, str(report)
@@ -114,7 +114,7 @@ def check_root(root: Path, mode: str, acks: list[int], *, rebooted: bool = False
         # Saving goes on where it was, and what was seen once does not go.
         following = max([*numbers.values(), -1]) + 1
         step = 0 if mode == "overwrite" else following
-        save = mgr.save(step, state_of(following), metadata=following, overwrite=True)
+        save = mgr.save(step, state_of(following), custom_metadata=following, if_exists="replace")
         save.result()
         assert_same(mgr.restore(step), state_of(following))
         for step in mgr.all_steps()[:-2]:
@@ -122,7 +122,7 @@ def check_root(root: Path, mode: str, acks: list[int], *, rebooted: bool = False
     # At the latest when its lease has run out, all that is no step is gone.
     _let_time_pass(root)
     with ckpt.sync.CheckpointManager(root) as mgr:
-        wanted = {"metadata", *map(str, mgr.all_steps())}
+        wanted = {*map(str, mgr.all_steps())}
     # What an earlier manager kept is written down in the last.
     assert set(os.listdir(root)) - {".ckpt-run"} == wanted, "rubbish is left"
     return left

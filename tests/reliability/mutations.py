@@ -107,7 +107,7 @@ def mutations(directory: Path, count: int, seed: int = 0) -> Tally:
     victims = list(_victims(directory))
     source = random.Random(seed)
     tally = Tally()
-    with ckpt.sync.CheckpointManager(victims[0].path.parent, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(victims[0].path.parent, mode="r") as mgr:
         targets = {each.step: mgr.restore(each.step, items=each.wanted) for each in victims}
         for number in range(count):
             victim = source.choice(victims)

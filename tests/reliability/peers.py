@@ -14,7 +14,7 @@ import pytest
 
 from tests.reliability.kills import ATTEMPT
 from tests.reliability.tally import Tally
-from tests.support.peer_jobs import DEVICES, PROGRAM, Hosts, keeper_of, settings
+from tests.support.peer_jobs import DEVICES, PROGRAM, Hosts, agent_of, settings
 from tests.support.real_jobs import Job, started
 from tests.support.snapshots import shared_memory
 
@@ -32,7 +32,7 @@ def at_random(directory: Path, count: int, seed: int = 0) -> Tally:
     """Kill jobs that take snapshots without pause, each at a random moment, and lose a host.
 
     The next one goes on from memory: from no earlier step than the last one of which all processes
-    had heard that it is on their peers. Half of the jobs are killed with their keepers. The number
+    had heard that it is on their peers. Half of the jobs are killed with their agents. The number
     of faults is that of the jobs of which a snapshot, or a copy, was torn.
     """
     tally = Tally()
@@ -50,7 +50,7 @@ def at_random(directory: Path, count: int, seed: int = 0) -> Tally:
                     hosts.lose(choice.randrange(PROCESSES))
                 _ended(place / "root", hosts, confirmed)
             except (Exception, pytest.fail.Exception) as error:
-                tally.losses.append(f"hosts {index}: {type(error).__name__}: {error}\n{said}")
+                tally.lose(f"hosts {index}", error, said)
     return tally
 
 
@@ -65,20 +65,20 @@ def _killed(root: Path, hosts: Hosts, confirmed: int, choice: random.Random) -> 
         PROCESSES, PROGRAM, root, told, devices_per_process=DEVICES[PROCESSES], timeout=PATIENCE_S
     ) as job:
         _check_start(job, confirmed)
-        keepers = [keeper_of(child) for child in job.children]
+        agents = [agent_of(child) for child in job.children]
         least = choice.randint(0, 4)
         job[0].wait_for(lambda lines: len(_held(lines)) >= least, "no snapshot", PATIENCE_S)
         time.sleep(choice.uniform(0, 2 * SNAPSHOT_S))
         victims = [child.pid for child in job.children]
         if choice.random() < 0.5:
-            victims += keepers
+            victims += agents
         choice.shuffle(victims)
         for pid in victims:
             _kill(pid)
         for child in job.children:
             child.kill()
         # That of a host that is lost goes with it.
-        for pid in keepers:
+        for pid in agents:
             _kill(pid)
         results = job.results()
     said = "\n".join(f"process {each.index}: {each.errors[-2000:]}" for each in results)
@@ -102,7 +102,7 @@ def _check_start(job: Job, confirmed: int) -> None:
     """All begin at the same step, with its state, and no earlier than they should."""
     found = []
     for child in job.children:
-        child.wait_for(lambda lines: _line("keeper", lines) != [], "no start", PATIENCE_S)
+        child.wait_for(lambda lines: _line("agent", lines) != [], "no start", PATIENCE_S)
         _, start, right = _line("start", child.lines)
         found.append((int(start), right))
     assert len(set(found)) == 1, f"they begin at {found}"

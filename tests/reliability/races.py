@@ -69,7 +69,7 @@ def told(child: Child, patience_s: float = PATIENCE_S) -> str:
 def wrong(root: Path, step: int, name: str | None = None) -> list[str]:
     """What is not as a racer or a keeper saved it, in a line."""
     try:
-        with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+        with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
             found = mgr.restore(step)
     except Exception as error:
         return [f"step {step} is unreadable: {type(error).__name__}: {error}"]
@@ -108,7 +108,7 @@ def same_steps(directory: Path, count: int, seed: int = 0) -> Tally:
             if listed != str(list(range(tally.runs))):
                 tally.losses.append(f"a racer ends with the steps {listed}")
             child.wait(PATIENCE_S)
-    tally.losses += _rubbish(directory, {"metadata", *map(str, range(tally.runs))})
+    tally.losses += _rubbish(directory, {*map(str, range(tally.runs))})
     return tally
 
 
@@ -136,13 +136,13 @@ def different_steps(directory: Path, count: int, seed: int = 0) -> Tally:
         for child in both:
             child.wait(PATIENCE_S)
     turns = sum(a % 2 != b % 2 for a, b in itertools.pairwise(order))
-    with ckpt.sync.CheckpointManager(directory, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(directory, mode="r") as mgr:
         steps = mgr.all_steps()
     if not order or steps[-1:] != [max(order)]:
         losses.append(f"the greatest step is gone: {steps} are left of {sorted(order)}")
     for step in steps:
         losses += wrong(directory, step)
-    losses += _rubbish(directory, {"metadata", *map(str, steps)})
+    losses += _rubbish(directory, {*map(str, steps)})
     return Tally(len(order), turns, losses)
 
 

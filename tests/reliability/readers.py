@@ -74,7 +74,7 @@ def _beside_a_trainer(
     tally = Tally()
     with (
         started(command("train_fast.py", directory)) as (trainer,),
-        ckpt.sync.CheckpointManager(directory, read_only=True, handlers=[slow]) as mgr,
+        ckpt.sync.CheckpointManager(directory, mode="r", handlers=[slow]) as mgr,
     ):
         for number in range(count):
             before = mgr.latest_step()
@@ -85,10 +85,10 @@ def _beside_a_trainer(
                 # StepDeletedError, unless it was gone before a byte of it was read.
                 tally.faults += 1
                 if not may_be_gone:
-                    tally.losses.append(f"restore {number}: {type(error).__name__}: {error}")
+                    tally.lose(f"restore {number}", error)
                 continue
             except Exception as error:
-                tally.losses.append(f"restore {number}: {type(error).__name__}: {error}")
+                tally.lose(f"restore {number}", error)
                 continue
             tally.faults += not may_be_gone and mgr.latest_step() != before
             other = differences(states[found["number"]], found)

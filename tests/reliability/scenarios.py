@@ -21,7 +21,6 @@ from ckpt._format.digests import digest
 from ckpt._format.manifest import decode
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt.handlers._json import JsonHandler
-from ckpt.policies import LatestN, PreserveAll
 from ckpt.testing.compare import differences
 from ckpt.testing.faults import FaultyFiles, FileOperation, Plan
 
@@ -80,7 +79,7 @@ def save(
     mgr: ckpt.sync.CheckpointManager, step: int, number: int, *, large: bool = True
 ) -> ckpt.Commit:
     items = items_of(number, large=large)
-    return mgr.save(step, items=items, metadata=number, overwrite=True)
+    return mgr.save(step, items=items, custom_metadata=number, if_exists="replace")
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ def _fresh(large: bool) -> Act:
 
 
 def _one_shot(root: Path, _: object, heard: Callable[[], object]) -> None:
-    ckpt.sync.save(root / ONE, items=items_of(1), metadata=1, handlers=HANDLERS)
+    ckpt.sync.save(root / ONE, items=items_of(1), custom_metadata=1, handlers=HANDLERS)
     heard()
 
 
@@ -183,7 +182,7 @@ def scenarios(*, large: bool = True) -> dict[str, Scenario]:
             _save(1, 1, large=large),
             [{"1": 1}, {"0": 0, "1": 1}],
             [{"0": 0}],
-            options={"preservation": LatestN(1)},
+            options={"keep": ckpt.keep.Latest(1)},
         ),
         Scenario(
             "drop",
@@ -192,7 +191,7 @@ def scenarios(*, large: bool = True) -> dict[str, Scenario]:
             # Step 0 with all its items, or with one that says that the other was dropped.
             [{"0": 0, "1": 1}],
             [{"0": 0}],
-            options={"preservation": {"config": PreserveAll(), "*": LatestN(1)}},
+            options={"keep": {"config": ckpt.keep.All(), "*": ckpt.keep.Latest(1)}},
         ),
         Scenario(
             "share",
@@ -262,12 +261,12 @@ def contents(root: Path, mgr: ckpt.sync.CheckpointManager, *, large: bool = True
     assert mgr.all_steps() == steps, f"{mgr.all_steps()} are listed, there are {steps}"
     assert mgr.latest_step() == (steps[-1] if steps else None)
     for step in steps:
-        number = found[str(step)] = mgr.metadata(step).info.metadata
+        number = found[str(step)] = mgr.metadata(step).info.custom_metadata
         same(mgr.restore(step), number, large=large, dropped=dropped_of(mgr, step))
         check_files(root / str(step))
     assert mgr._service.engine.arena.used == 0
     if ONE in names:
-        number = found[ONE] = ckpt.sync.metadata(root / ONE).info.metadata
+        number = found[ONE] = ckpt.sync.metadata(root / ONE).info.custom_metadata
         same(ckpt.sync.load(root / ONE, handlers=HANDLERS), number, large=large)
         check_files(root / ONE)
     strange = names - set(found)
@@ -289,7 +288,7 @@ def dropped_of(mgr: ckpt.sync.CheckpointManager, step: int) -> set[str]:
     info = mgr.metadata(step).info
     dropped = {each.item for each in info.dropped}
     assert {*info.items, *dropped} == {*items_of(0)}, f"{info.items} are there, not {dropped}"
-    assert all(each.policy == "LatestN(1)" for each in info.dropped)
+    assert all(each.policy == "Latest(1)" for each in info.dropped)
     return dropped
 
 

@@ -1,4 +1,4 @@
-"""Campaigns against programs that take snapshots in memory: they, or their keepers, are killed."""
+"""Campaigns against programs that take snapshots in memory: they, or their agents, are killed."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ class _Host:
             assert child.wait() == 0, f"ended with {child.returncode}"
         assert list(self.memory.iterdir()) == [], "memory was not given back"
         steps_of(self.root)
-        assert attempts(self.root) == [], "what a dead keeper left is there still"
+        assert attempts(self.root) == [], "what a dead agent left is there still"
 
     def torn(self) -> bool:
         """Whether a snapshot was being written when the last trainer died."""
         return any(attempts(each) for each in self._folders("steps"))
 
     def is_writing(self) -> bool:
-        """Whether a keeper writes to the root, or was killed while it did."""
+        """Whether an agent writes to the root, or was killed while it did."""
         return bool(self._folders("flushing-*"))
 
     def _folders(self, name: str) -> list[Path]:
@@ -120,7 +120,7 @@ def _on_hosts(
                 host.check_end()
             except Exception as error:
                 said = host.errors.read_text()[-2000:]
-                tally.losses.append(f"host {index}: {type(error).__name__}: {error}\n{said}")
+                tally.lose(f"host {index}", error, said)
         shutil.rmtree(place)
         return tally
 
@@ -151,16 +151,16 @@ def _let_run(host: _Host, child: Forked, choice: random.Random) -> None:
 
 
 def with_keepers(directory: Path, count: int, seed: int = 0) -> Tally:
-    """Kill trainers and their keepers, in any order, within milliseconds.
+    """Kill trainers and their agents, in any order, within milliseconds.
 
-    Then only the memory has the last snapshot. A keeper may die while it writes to the root.
+    Then only the memory has the last snapshot. An agent may die while it writes to the root.
     """
 
     def attack(host: _Host, choice: random.Random) -> bool:
         with host.trainer("go on") as child:
             _let_run(host, child, choice)
-            keepers = children_of(child.pid)
-            kills = [[child.pid], keepers]
+            agents = children_of(child.pid)
+            kills = [[child.pid], agents]
             choice.shuffle(kills)
             for pid in kills[0]:
                 _kill(pid)
@@ -170,7 +170,7 @@ def with_keepers(directory: Path, count: int, seed: int = 0) -> Tally:
             host.hear(child.stdout)
         assert child.returncode == KILLED, f"ended with {child.returncode}"
         steps = steps_of(host.root)
-        return bool(keepers) and host.acknowledged > max(steps, default=-1)
+        return bool(agents) and host.acknowledged > max(steps, default=-1)
 
     return _on_hosts(directory, count, seed, attack)
 
@@ -181,31 +181,34 @@ def _kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def beside_keepers(directory: Path, count: int, seed: int = 0) -> Tally:
-    """Start trainers while the keeper of a killed one still writes.
+    """Start trainers while the agent of a killed one still writes.
 
-    The keeper is stopped at a random moment, and goes on when the next trainer has begun to take
-    snapshots, which replace what the keeper was writing.
+    The agent is stopped at a random moment, and goes on when the next trainer has begun to take
+    snapshots, which replace what the agent was writing.
     """
 
     def attack(host: _Host, choice: random.Random) -> bool:
         with host.trainer("go on") as first:
             host.hear([first.stdout.readline() for _ in range(3)])
-            _wait_for_keeper(first.pid)
-            [keeper] = children_of(first.pid)
+            _wait_for_agent(first.pid)
+            [agent] = children_of(first.pid)
             first.kill()
             first.wait()
-            time.sleep(choice.uniform(0, SNAPSHOT_S))
-            _kill(keeper, signal.SIGSTOP)
+            if choice.random() < 0.5:
+                _wait_until_it_writes(host, agent)
+            else:
+                time.sleep(choice.uniform(0, SNAPSHOT_S))
+            _kill(agent, signal.SIGSTOP)
             wrote = host.is_writing()
             try:
                 with host.trainer("go on") as second:
                     host.hear([second.stdout.readline() for _ in range(choice.randint(0, 4))])
-                    _kill(keeper, signal.SIGCONT)
+                    _kill(agent, signal.SIGCONT)
                     time.sleep(choice.uniform(0, 2 * SNAPSHOT_S))
                     second.kill()
                     host.hear(second.stdout)
             finally:
-                _kill(keeper, signal.SIGCONT)
+                _kill(agent, signal.SIGCONT)
             host.hear(first.stdout)
         host.check()
         return wrote
@@ -213,11 +216,23 @@ def beside_keepers(directory: Path, count: int, seed: int = 0) -> Tally:
     return _on_hosts(directory, count, seed, attack)
 
 
-def _wait_for_keeper(trainer: int) -> None:
-    """Wait until the keeper of a trainer watches it: it has its descriptor then."""
-    [keeper] = children_of(trainer)
-    while not any("pidfd" in target for target in _open_files(keeper)):
+def _wait_for_agent(trainer: int) -> None:
+    """Wait until the agent of a trainer watches it: it has its descriptor then."""
+    [agent] = children_of(trainer)
+    while not any("pidfd" in target for target in _open_files(agent)):
         time.sleep(0.005)
+
+
+def _wait_until_it_writes(host: _Host, agent: int) -> None:
+    """Wait until an agent writes to the root, or has ended."""
+    while not host.is_writing() and not _has_ended(agent):
+        time.sleep(0.0005)
+
+
+def _has_ended(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
 
 
 def _open_files(pid: int) -> list[str]:
@@ -256,10 +271,10 @@ def in_compiles(directory: Path, count: int, seed: int = 0) -> Tally:
 
 
 def at_calls(directory: Path, count: int, seed: int = 0) -> Tally:
-    """Kill a trainer or its keeper before each of its system calls that change files; or `count`.
+    """Kill a trainer or its agent before each of its system calls that change files; or `count`.
 
     All that changes memory counts: three snapshots of the trainer, which kills itself after them
-    unless it is dead by then, and the links of the keeper, which then writes the last one. A
+    unless it is dead by then, and the links of the agent, which then writes the last one. A
     `count` of `EVERY` or more hits each call once; less takes them evenly.
     """
 
@@ -285,14 +300,16 @@ def at_calls(directory: Path, count: int, seed: int = 0) -> Tally:
                 except Exception as error:
                     said = host.errors.read_text()[-2000:]
                     losses.append(f"killed at call {number}, {watched.met}: {error}\n{said}")
-                    # The calls of a keeper are watched, too, until it ends.
+                    # The calls of an agent are watched, too, until it ends.
                     shutil.rmtree(memory, ignore_errors=True)
         shutil.rmtree(place)
         return Tally(1, len(watched.met), losses), len(watched.calls)
 
     clean, calls = attack(0)
-    stride = 1 if count >= EVERY else -(-calls // count)
-    first = 1 + random.Random(seed).randrange(stride)
+    count = calls if count >= EVERY else min(count, calls)
+    # As many as that, evenly, however many calls there are.
+    start = random.Random(seed).random()
+    numbers = [1 + int((each + start) * calls / count) for each in range(count)]
     with ThreadPoolExecutor(2) as two:
-        killed = two.map(lambda number: attack(number)[0], range(first, calls + 1, stride))
+        killed = two.map(lambda number: attack(number)[0], numbers)
         return sum(killed, clean)

@@ -124,7 +124,7 @@ def save_step(path: Path, seed: int) -> None:
     """A step of a manager, with metrics and metadata; `path` ends in its number."""
     with ckpt.sync.CheckpointManager(path.parent) as mgr:
         state = {"w": np.arange(900.0) * seed, "n": seed}
-        mgr.save(int(path.name), state, metrics=METRICS, metadata=METADATA).result()
+        mgr.save(int(path.name), state, metrics=METRICS, custom_metadata=METADATA).result()
 
 
 def formatted(path: Path, seed: int, codec: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass, field
 
 __all__ = ["Tally"]
@@ -23,6 +24,10 @@ class Tally:
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(self.runs + other.runs, self.faults + other.faults, self.losses + other.losses)
+
+    def lose(self, what: str, error: BaseException, said: str = "") -> None:
+        """Count a loss, with the place of the check that failed and what a program said."""
+        self.losses.append(f"{what}: {''.join(traceback.format_exception(error))}{said}")
 
     def check(self, *, faults: int) -> None:
         """Assert that nothing was lost, and that at least so many faults were met."""

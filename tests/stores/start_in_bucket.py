@@ -84,7 +84,9 @@ CALLS: dict[str, Callable[[ckpt.sync.CheckpointManager], bool]] = {
 }
 assert tuple(CALLS) == job_starts.CALLS
 
-with ckpt.sync.CheckpointManager(root, formats=FORMATS, vital_signs=True) as mgr:
+with ckpt.sync.CheckpointManager(
+    root, formats=FORMATS, extensions=[ckpt.extensions.VitalSigns()]
+) as mgr:
     for step in (10, 20):
         mgr.save(step, state(step), metrics={"loss": 1 / step}, durable=True)
 answers = {}

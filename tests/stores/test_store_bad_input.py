@@ -47,7 +47,7 @@ def save(root: Any, step: int = 1) -> None:
 
 
 def restore(root: Any) -> Any:
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         return mgr.restore()
 
 
@@ -225,7 +225,7 @@ def test_a_bucket_that_may_only_be_read(
     failure(lambda: save(root, 2), place.bucket, "write")
     # Who only reads needs to write nothing.
     assert np.array_equal(restore(root)["w"], STATE["w"])
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         assert mgr.all_steps() == [1]
         assert mgr.verify(1).ok
     with ckpt.sync.watch(root, timeout=0, pin=False) as watch:

@@ -31,7 +31,7 @@ def url(place: Place, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setenv("AWS_REGION", "us-east-1")
     with ckpt.sync.CheckpointManager(place.root("run")) as mgr:
         for step in STEPS:
-            mgr.save(step, state(step), metrics={"loss": 1 / step}, metadata={"seen": step})
+            mgr.save(step, state(step), metrics={"loss": 1 / step}, custom_metadata={"seen": step})
     scheme = "s3" if place.is_s3 else {"gcs": "gs"}.get(place.kind, place.kind)
     return f"{scheme}://{place.bucket}/run"
 

@@ -15,7 +15,7 @@ import pytest
 import ckpt
 from ckpt import errors
 from ckpt._conversion.copies import step_copy
-from ckpt._conversion.copies.place import CopyPlace
+from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._conversion.copies.steps import (
     CopiedStep,
     CopyRules,
@@ -74,7 +74,7 @@ def copied(
 
 
 def make_run(root: Path) -> None:
-    with ckpt.sync.CheckpointManager(root, metadata={"model": "tiny"}) as mgr:
+    with ckpt.sync.CheckpointManager(root, custom_metadata={"model": "tiny"}) as mgr:
         for step in (1, 2):
             mgr.save(step, {"w": np.arange(300_000) + step}, metrics={"loss": step})
         mgr.wait_until_finished()
@@ -226,8 +226,8 @@ def test_large_files_are_within_a_budget(
     monkeypatch.setattr(LocalStorage, "write_part", write_one)
 
     async def copy(target: Any) -> CopiedStep:
-        place = CopyPlace(*open_step_dir(target))
-        source = CopyPlace(*open_step_dir(tmp_path / "all"))
+        place = StepLocation(*open_step_dir(target))
+        source = StepLocation(*open_step_dir(tmp_path / "all"))
         return await copy_checkpoint(source, place, CopyRules(), Counted())
 
     url = f"memory://{uuid.uuid4().hex}/all"

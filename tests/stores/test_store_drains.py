@@ -16,7 +16,7 @@ import pytest
 
 from ckpt._runtime.loop import call_once
 from ckpt._tiers.drains import drainer as drainer_module
-from ckpt._tiers.drains.drain import Drained, missing
+from ckpt._tiers.drains.drain import DrainResult, missing
 from ckpt._tiers.drains.drainer import DrainRoute, draining
 from ckpt.errors import StorageError
 from ckpt.storage._resolve import open_root
@@ -47,7 +47,7 @@ def root(place: Place, name: str) -> Any:
 
 
 def test_steps_are_drained_into_a_bucket_and_back(place: Place, near: Path, tmp_path: Path) -> None:
-    told: list[Drained] = []
+    told: list[DrainResult] = []
 
     async def drain(source: Any, target: Any) -> None:
         route = DrainRoute(open_root(source), open_root(target))
@@ -103,7 +103,7 @@ def test_a_bucket_that_is_away_for_a_while(
     proxy = faulty.proxy
     assert proxy is not None
     proxy.forget()
-    told: list[Drained] = []
+    told: list[DrainResult] = []
     refused = 0
 
     def plan(seen: Seen) -> Fault | None:

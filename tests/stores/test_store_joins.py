@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.stores.places import Place
-from tests.support.joined_roots import Keepers, assert_joined, made_parts, no_notes, quick_notes
+from tests.support.joined_roots import Agents, assert_joined, made_parts, no_notes, quick_notes
 
 __all__ = ["quick_notes"]
 
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.usefixtures("quick_notes")
 
 def test_parts_are_joined_in_a_bucket(place: Place, tmp_path: Path) -> None:
     parts = made_parts(tmp_path, 2, 1, 2)
-    keepers = Keepers(parts, place.root("run"))
-    keepers.all_drain(1, 2)
-    keepers.all_drain(2)
-    for outcomes in keepers.outcomes:
+    agents = Agents(parts, place.root("run"))
+    agents.all_drain(1, 2)
+    agents.all_drain(2)
+    for outcomes in agents.outcomes:
         assert sorted(outcomes[:2]) == [(1, "copied"), (2, "copied")]
         assert outcomes[2][1] in ("there", "copied")
-    assert_joined(keepers.far, parts, 1, 2)
-    with_new = Keepers(parts, place.root("other"))
+    assert_joined(agents.far, parts, 1, 2)
+    with_new = Agents(parts, place.root("other"))
     with_new.all_drain(2)
     no_notes(with_new.far)

@@ -25,7 +25,6 @@ from ckpt.errors import (
     StepNotFoundError,
     StepPinnedError,
 )
-from ckpt.policies import LatestN, PreserveAll
 from ckpt.testing.compare import differences
 from tests.stores.places import Place
 from tests.support.trees import abstract, bits, sharded
@@ -73,18 +72,18 @@ def leftovers(place: Place, *steps: int) -> list[str]:
 
 
 def test_a_run_is_saved_and_restored_bit_by_bit(place: Place) -> None:
-    with plain(place, preservation=LatestN(2), metadata={"run": 7}) as mgr:
+    with plain(place, keep=ckpt.keep.Latest(2), custom_metadata={"run": 7}) as mgr:
         for step in (1, 2, 3):
-            mgr.save(step, state(step), metrics={"loss": 1 / step}, metadata={"at": step})
+            mgr.save(step, state(step), metrics={"loss": 1 / step}, custom_metadata={"at": step})
         mgr.wait_until_finished()
         assert mgr.all_steps() == [2, 3]
         assert_same(mgr.restore(3, abstract(state(3))), state(3))
         with pytest.raises(StepExistsError, match="3"):
             mgr.save(3, state(4)).result()
-    with plain(place, read_only=True) as reader:
+    with plain(place, mode="r") as reader:
         assert reader.latest_step() == 3
         assert reader.metrics(2) == {"loss": 0.5}
-        assert reader.metadata(3).info.metadata == {"at": 3}
+        assert reader.metadata(3).info.custom_metadata == {"at": 3}
         assert reader.root_metadata() == {"run": 7}
         found = reader.restore(2)
         assert found.keys() == state(2).keys()
@@ -99,7 +98,7 @@ def test_a_run_is_saved_and_restored_bit_by_bit(place: Place) -> None:
 def test_a_step_is_overwritten_and_deleted(place: Place) -> None:
     with plain(place) as mgr:
         mgr.save(1, state(1)).result()
-        mgr.save(1, state(2), overwrite=True).result()
+        mgr.save(1, state(2), if_exists="replace").result()
         assert_same(mgr.restore(1, abstract(state(2))), state(2))
         mgr.save(2, items={"a": state(3), "b": {"x": np.arange(1000)}}).result()
         mgr.delete(2, item="a")
@@ -117,8 +116,8 @@ def test_a_step_is_overwritten_and_deleted(place: Place) -> None:
 
 
 def test_items_are_kept_for_different_times(place: Place) -> None:
-    policies = {"a": PreserveAll(), "*": LatestN(1)}
-    with plain(place, preservation=policies) as mgr:
+    policies = {"a": ckpt.keep.All(), "*": ckpt.keep.Latest(1)}
+    with plain(place, keep=policies) as mgr:
         for step in (1, 2, 3):
             mgr.save(step, items={"a": state(step), "b": {"x": np.arange(1000)}}).result()
             mgr.wait_until_finished()
@@ -135,7 +134,7 @@ def test_items_are_kept_for_different_times(place: Place) -> None:
 
 
 def test_a_pinned_step_is_kept(place: Place) -> None:
-    with plain(place, preservation=LatestN(1)) as mgr:
+    with plain(place, keep=ckpt.keep.Latest(1)) as mgr:
         mgr.save(1, {"x": 1}).result()
         mgr.pin(1, "release")
         mgr.save(2, {"x": 2}).result()
@@ -170,7 +169,7 @@ def test_a_step_saved_in_parts(place: Place) -> None:
 
 
 def test_an_evaluator_is_handed_every_step(place: Place) -> None:
-    with plain(place, preservation=LatestN(1)) as mgr:
+    with plain(place, keep=ckpt.keep.Latest(1)) as mgr:
         mgr.save(1, {"x": np.full(10, 1)}).result()
         with ckpt.sync.watch(place.root("run"), poll_interval=0.05, timeout=60) as watch:
             first = next(watch)
@@ -194,7 +193,7 @@ def test_one_checkpoint_without_a_manager(place: Place) -> None:
     with pytest.raises(StepExistsError):
         ckpt.sync.save(path, state(2))
     assert_same(ckpt.sync.load(path, abstract(state(1))), state(1))
-    ckpt.sync.save(path, state(2), overwrite=True)
+    ckpt.sync.save(path, state(2), if_exists="replace")
     assert_same(ckpt.sync.load(path, abstract(state(2))), state(2))
     assert ckpt.sync.metadata(path).items.keys() == {"default"}
     assert ckpt.sync.verify(path).ok
@@ -287,15 +286,14 @@ def test_damage_in_the_bucket_is_found(bucket: Place) -> None:
 
 
 REFUSED: dict[str, Callable[[Place], Any]] = {
-    "permission_mode": lambda place: plain(place, permission_mode=0o750),
-    "trash": lambda place: plain(place, deletion=ckpt.policies.Deletion(trash="/trash")),
-    "create=False": lambda place: plain(place, "nothing", create=False).all_steps(),
+    "trash": lambda place: plain(place, trash="/trash"),
+    "mode='r+'": lambda place: plain(place, "nothing", mode="r+").all_steps(),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_only_disks_can_do_is_refused(bucket: Place, what: str) -> None:
-    kind = CheckpointError if what == "create=False" else InvalidArgumentError
+    kind = CheckpointError if what == "mode='r+'" else InvalidArgumentError
     with pytest.raises(kind) as caught:
         REFUSED[what](bucket)
     assert what.split("=", maxsplit=1)[0] in str(caught.value)
@@ -303,7 +301,7 @@ def test_what_only_disks_can_do_is_refused(bucket: Place, what: str) -> None:
 
 
 def test_a_deleted_step_comes_back_from_the_trash(bucket: Place) -> None:
-    with plain(bucket, deletion=ckpt.policies.Deletion(trash="trash")) as mgr:
+    with plain(bucket, trash="trash") as mgr:
         for step in (1, 2):
             mgr.save(step, {"w": np.arange(50_000) + step}, durable=True)
         before = bucket.objects()

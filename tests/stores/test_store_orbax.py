@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckpt
-from ckpt import errors, policies
+from ckpt import errors
 from tests.stores.places import Place
 
 STEPS = (1, 2, 3)
@@ -94,18 +94,18 @@ def test_what_orbax_has_not_finished_is_no_step(
 
 def test_they_stay_until_their_deletion_is_asked_for(run: Place) -> None:
     before = run.objects()
-    with opened(run, preservation=policies.LatestN(1)) as mgr:
+    with opened(run, keep=ckpt.keep.Latest(1)) as mgr:
         mgr.save(4, state_of(4)).result()
         mgr.wait_until_finished()
         assert mgr.all_steps() == [1, 2, 3, 4]
         with pytest.raises(errors.StepExistsError):
-            mgr.save(3, state_of(3), overwrite=True).result()
+            mgr.save(3, state_of(3), if_exists="replace").result()
         assert before.items() <= run.objects().items()
         mgr.delete(2)
         assert mgr.all_steps() == [1, 3, 4]
     assert not [key for key in run.objects() if key.startswith("run/2/")]
-    deletion = policies.Deletion(orbax_steps=True)
-    with opened(run, preservation=policies.LatestN(1), deletion=deletion) as mgr:
+    deletion = ckpt.keep.Deletion(orbax_steps=True)
+    with opened(run, keep=ckpt.keep.Latest(1), trash=deletion) as mgr:
         mgr.save(5, state_of(5)).result()
         mgr.wait_until_finished()
         assert mgr.all_steps() == [5]

@@ -123,7 +123,7 @@ def test_both_take_turns_in_one_root(bucket: Place) -> None:
             assert np.array_equal(found["w"], np.arange(1000.0) + step - 1)
             mgr.save(step, state(step), durable=True)
         assert orbax(bucket, "save", step + 1)["before"] == sums(step)
-    with ckpt.sync.CheckpointManager(bucket.root("run"), read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(bucket.root("run"), mode="r") as mgr:
         assert mgr.all_steps() == [1, 2, 3, 4, 5]
 
 

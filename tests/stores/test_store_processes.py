@@ -19,7 +19,6 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt.policies import LatestN
 from tests.stores.fault_proxy import Fault, Seen
 from tests.stores.places import Place
 from tests.stores.use_store import SIZE, state
@@ -82,7 +81,7 @@ def test_of_two_processes_that_save_the_same_steps_one_wins_each(
             assert process.stdin is not None
             process.stdin.close()
             assert answer(process) == str(list(STEPS))
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         for step, name in won.items():
             found = mgr.restore(step)
             assert (found["name"], found["step"]) == (name, step)
@@ -191,7 +190,7 @@ def _strangers(place: Place, name: str) -> list[str]:
 def test_an_evaluator_restores_every_step(kind: str, make_place: Callable[[str], Place]) -> None:
     root = make_place(kind).root("run")
     with (
-        ckpt.sync.CheckpointManager(root, preservation=LatestN(1)) as mgr,
+        ckpt.sync.CheckpointManager(root, keep=ckpt.keep.Latest(1)) as mgr,
         child("watches", root) as evaluator,
     ):
         for step in (1, 2, 3, 4):

@@ -67,7 +67,7 @@ def test_a_commit_that_was_carried_out_is_one(
         if overwrite:
             mgr.save(1, {"w": np.zeros(10), "name": "old"}).result()
         place.proxy.plan = once(commits_of(1), fault, met)
-        mgr.save(1, STATE, overwrite=overwrite).result()
+        mgr.save(1, STATE, if_exists="replace" if overwrite else "error").result()
         assert len(met) == 1
         assert mgr.all_steps() == [1]
         assert mgr.restore(1)["name"] == "new"

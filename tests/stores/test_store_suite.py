@@ -138,7 +138,7 @@ class Ageing(LocalStorage):
 
 class Untouched(LocalStorage):
     async def touch_note(self, name: str) -> bool:
-        return await self.read_note(name, 1 << 20) is not None
+        return await self.read("", name, 1 << 20) is not None
 
 
 class Dirty(LocalStorage):

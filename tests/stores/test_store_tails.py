@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from ckpt.storage import open_root
-from ckpt.storage._base import UNKNOWN_SIZE, ReadsTails
+from ckpt.storage._base import UNKNOWN_SIZE
 from tests.stores.places import Place
 
 
@@ -18,7 +18,6 @@ def test_the_end_of_a_file(store: Place, length: int, most: int) -> None:
 
     async def run() -> None:
         storage = open_root(store.root())
-        assert isinstance(storage, ReadsTails)
         await storage.prepare()
         await storage.put_note("metadata/file", content, replace=True)
         found = await storage.read_tail("metadata", "file", most)

@@ -93,7 +93,7 @@ def save(place: Place, root: Any, frozen: State, count: int = 2) -> list[int]:
 
 def check(root: Any, frozen: State, count: int) -> None:
     """Look at all steps as another program."""
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         assert mgr.all_steps() == list(range(count))
         for step in range(count):
             assert mgr.verify(step).ok
@@ -152,7 +152,7 @@ def test_sharing_can_be_switched_off(bucket: Place, caplog: pytest.LogCaptureFix
     with ckpt.sync.CheckpointManager(bucket.root(server_side_copies=False)) as mgr:
         mgr.save(0, base()).result()
         # Nothing is kept in mind for a step that will not share it.
-        assert mgr._service.engine.last_save is None
+        assert mgr._service.engine.base_step is None
 
 
 def test_without_obstore_it_is_said_once_what_to_install(

@@ -55,7 +55,7 @@ def save(root: Any, step: str) -> None:
 
 
 def watch(root: Any) -> None:
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         tell("ready")
         for info in ckpt.sync.watch(root, poll_interval=0.05, timeout=60):
             assert info.step is not None

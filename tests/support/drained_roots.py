@@ -12,10 +12,10 @@ import anyio.lowlevel
 import numpy as np
 
 import ckpt
-from ckpt._conversion.copies.place import CopyPlace
 from ckpt._conversion.copies.step_copy import Pace, at_once
+from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._runtime.loop import call_once
-from ckpt._tiers.drains.drain import Drained, drain_step
+from ckpt._tiers.drains.drain import DrainResult, drain_step
 from ckpt.storage._resolve import open_root
 from ckpt.testing.compare import differences
 
@@ -37,15 +37,15 @@ def made(root: Any, *steps: int) -> Any:
     return root
 
 
-async def drain(source: Any, target: Any, step: int, pace: Pace = at_once) -> Drained:
+async def drain(source: Any, target: Any, step: int, pace: Pace = at_once) -> DrainResult:
     """Drain a step."""
     storage = open_root(target)
     await storage.prepare()
-    places = CopyPlace(open_root(source), str(step)), CopyPlace(storage, str(step))
+    places = StepLocation(open_root(source), str(step)), StepLocation(storage, str(step))
     return await drain_step(step, *places, pace)
 
 
-def drained(source: Any, target: Any, step: int) -> Drained:
+def drained(source: Any, target: Any, step: int) -> DrainResult:
     """Drain a step on a loop of its own."""
     return call_once(partial(drain, source, target, step))
 
@@ -72,7 +72,7 @@ def cut(source: Any, target: Any, step: int, nbytes: int) -> None:
 
 def assert_whole(root: Any, *steps: int) -> None:
     """Assert that a root has exactly these steps, and every byte of them."""
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         assert mgr.all_steps() == list(steps)
         for step in steps:
             report = mgr.verify(step)

@@ -14,18 +14,26 @@ import pytest
 import ckpt
 from ckpt._format.manifest import Manifest
 from ckpt._runtime.loop import call_once
-from ckpt._tiers.drains.drain import Drained
+from ckpt._tiers.drains.drain import DrainResult
 from ckpt._tiers.drains.drainer import Drainer, DrainRoute, draining
-from ckpt._tiers.joins import board
-from ckpt._tiers.joins.notes import LEADS, PARTS
-from ckpt._tiers.joins.way import joining
+from ckpt._tiers.joins import join_notes
+from ckpt._tiers.joins.note_formats import PARTS, STATES
+from ckpt._tiers.joins.part_transfer import part_transfer
 from ckpt.storage._manifests import read_manifest
 from ckpt.storage._resolve import open_root
 from ckpt.testing.compare import differences
 from tests.support.simulated_job import FAR, closed, managers, together
 from tests.support.stateful_objects import Reservoir
 
-__all__ = ["Keepers", "assert_joined", "made_parts", "no_notes", "notes_of", "quick_notes"]
+__all__ = [
+    "Agents",
+    "assert_joined",
+    "assert_whole",
+    "made_parts",
+    "no_notes",
+    "notes_of",
+    "quick_notes",
+]
 
 _ITEMS = 4
 _PATIENCE_S = 120
@@ -59,8 +67,16 @@ def made_parts(root: Path, count: int, *steps: int) -> list[Path]:
 
 def assert_joined(root: Any, parts: list[Path], *steps: int) -> None:
     """Assert that a root has exactly these steps, and every byte of all parts."""
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
-        assert mgr.all_steps() == list(steps)
+    assert assert_whole(root, parts) == list(steps)
+
+
+def assert_whole(root: Any, parts: list[Path]) -> list[int]:
+    """Assert that the steps of a root have every byte of all parts; return their numbers.
+
+    Agents may publish further steps meanwhile.
+    """
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
+        steps = mgr.all_steps()
         for step in steps:
             report = mgr.verify(step)
             assert report.ok, str(report)
@@ -79,6 +95,7 @@ def assert_joined(root: Any, parts: list[Path], *steps: int) -> None:
             assert len(_readers(joined)) == _ITEMS * len(parts)
 
     call_once(look)
+    return steps
 
 
 def _readers(manifest: Manifest) -> dict[str, str]:
@@ -88,7 +105,7 @@ def _readers(manifest: Manifest) -> dict[str, str]:
 async def notes_of(root: Any) -> tuple[list[str], list[str]]:
     """The notes of leaders and those of parts."""
     storage = open_root(root)
-    leads, parts = [sorted(await storage.notes(folder)) for folder in (LEADS, PARTS)]
+    leads, parts = [sorted(await storage.notes(folder)) for folder in (STATES, PARTS)]
     return leads, parts
 
 
@@ -103,36 +120,38 @@ def no_notes(root: Any) -> None:
 
 @pytest.fixture
 def quick_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let keepers look at notes, and renew them, without long pauses."""
-    monkeypatch.setattr(board, "FIRST_PAUSE_SECONDS", 0.002)
-    monkeypatch.setattr(board, "LONGEST_PAUSE_SECONDS", 0.02)
-    monkeypatch.setattr(board, "SIGN_SECONDS", 0.05)
-    monkeypatch.setattr(board, "STALE_SECONDS", 0.5)
-    monkeypatch.setattr(board, "LOOK_SECONDS", 0.3)
+    """Let agents look at notes, and renew them, without long pauses."""
+    monkeypatch.setattr(join_notes, "FIRST_PAUSE_SECONDS", 0.002)
+    monkeypatch.setattr(join_notes, "LONGEST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(join_notes, "SIGN_SECONDS", 0.05)
+    monkeypatch.setattr(join_notes, "STALE_SECONDS", 0.5)
+    monkeypatch.setattr(join_notes, "LOOK_SECONDS", 0.3)
 
 
-class Keepers:
-    """The keepers of a job, and what each has told."""
+class Agents:
+    """The agents of a job, and what each has told."""
 
     def __init__(self, parts: list[Path], far: Any) -> None:
         self.parts, self.far = parts, far
-        self.told: list[list[Drained]] = [[] for _ in parts]
+        self.told: list[list[DrainResult]] = [[] for _ in parts]
 
     @property
     def outcomes(self) -> list[list[tuple[int, str]]]:
         return [[(each.step, each.outcome) for each in told] for told in self.told]
 
     @contextlib.asynccontextmanager
-    async def keeper(self, process: int, **options: Any) -> AsyncIterator[Drainer]:
-        """Be the keeper of a process while the body runs; it dies with the body."""
+    async def agent(self, process: int, **options: Any) -> AsyncIterator[Drainer]:
+        """Be the agent of a process while the body runs; it dies with the body."""
         route = DrainRoute(open_root(self.parts[process]), open_root(self.far))
-        way = joining(process, len(self.parts))
-        async with draining(route, self.told[process].append, way=way, **options) as drainer:
+        strategy = part_transfer(process, len(self.parts))
+        async with draining(
+            route, self.told[process].append, strategy=strategy, **options
+        ) as drainer:
             yield drainer
 
     async def drain(self, process: int, *steps: int, **options: Any) -> None:
-        """Be the keeper of a process until all these steps have ended."""
-        async with self.keeper(process, **options) as drainer:
+        """Be the agent of a process until all these steps have ended."""
+        async with self.agent(process, **options) as drainer:
             for step in steps:
                 await drainer.request(step)
             assert await drainer.finish() == []

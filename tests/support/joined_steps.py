@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import ckpt
-from ckpt._conversion.joined.joined_step import JoinPlace, joined_step
+from ckpt._conversion.assembly.assembled_step import AssemblyTarget, assemble_step
 from ckpt._format.manifest import Manifest
 from ckpt._format.step_files.step_part import PART_FILE, StepPart, decode_part
 
@@ -23,8 +23,8 @@ def join(steps: Sequence[Path], target: Path) -> Manifest:
     """Make one step directory of the parts of all processes, in their order."""
     parts = [part_of(step) for step in steps]
     first = ckpt.manifest.decode((steps[0] / "ckpt.json").read_bytes(), where=str(steps[0]))
-    place = JoinPlace(target.name, "f" * 32)
-    joined = joined_step(first, [part.report for part in parts], place)
+    place = AssemblyTarget(target.name, "f" * 32)
+    joined = assemble_step(first, [part.report for part in parts], place)
     files = dict(joined.files) | {"ckpt.json": joined.encoded}
     for path, data in files.items():
         (target / path).parent.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ def is_right(state: Any, step: int) -> bool:
 
 def steps_of(root: Path) -> list[int]:
     """Return the steps of a root, each of which must be whole and hold what its number says."""
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         steps = mgr.all_steps()
         for step in steps:
             assert mgr.verify(step, deep=True).ok, f"step {step} is damaged"

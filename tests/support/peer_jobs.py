@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.support.real_jobs import PATIENCE_S, Child
 
-__all__ = ["DEVICES", "PROGRAM", "Hosts", "keeper_of", "kill_keeper", "settings", "wait_for_line"]
+__all__ = ["DEVICES", "PROGRAM", "Hosts", "agent_of", "kill_agent", "settings", "wait_for_line"]
 
 PROGRAM = "peers_in_job.py"
 # Of each process, by how many there are.
@@ -69,13 +69,13 @@ def settings(hosts: Hosts, then: str, snapshots: int, **given: Any) -> str:
     return json.dumps({"hosts": folders, "then": then, "snapshots": snapshots, **given})
 
 
-def keeper_of(child: Child) -> int:
-    return int(next(each for each in child.lines if each.startswith("keeper ")).split()[1])
+def agent_of(child: Child) -> int:
+    return int(next(each for each in child.lines if each.startswith("agent ")).split()[1])
 
 
-def kill_keeper(child: Child) -> None:
-    """Kill a keeper, and wait until it is dead: on a busy machine that takes its time."""
-    pid = keeper_of(child)
+def kill_agent(child: Child) -> None:
+    """Kill an agent, and wait until it is dead: on a busy machine that takes its time."""
+    pid = agent_of(child)
     dies = os.pidfd_open(pid)
     try:
         os.kill(pid, signal.SIGKILL)

@@ -71,8 +71,8 @@ def running(*arguments: object, script: str | None = None, **extra: str) -> Iter
 # Other users may not be allowed to read the interpreter, so it is imported before.
 _AS_NOBODY = f"""
 import os, sys
-import email.parser, anyio._backends._asyncio, ckpt.cli.app, ckpt._steps.wrong_paths
-import ckpt._interop.orbax.listing, ckpt._inspection.places
+import email.parser, anyio._backends._asyncio, ckpt.cli.app, ckpt._steps.path_diagnosis
+import ckpt._interop.orbax.listing, ckpt._inspection.locations
 from ckpt.cli import commands
 for name in commands.NAMES:
     commands.load(name)

@@ -20,8 +20,14 @@ from ckpt._settings import Timeouts
 from ckpt._tiers.peers import server
 from ckpt._tiers.peers.fetch import fetch_part
 from ckpt._tiers.peers.handshake import new_key, new_nonce, proof_of
+from ckpt._tiers.peers.protocol import (
+    ClientProof,
+    PartOpenRequest,
+    PartOpenResult,
+    ServerHello,
+    ServerProof,
+)
 from ckpt._tiers.peers.remote_part import Peer
-from ckpt._tiers.peers.requests import Answer, Hello, Open, Opened, Welcome
 from ckpt._tiers.peers.server import PartServer
 from ckpt.storage._local.storage import LocalStorage
 
@@ -83,7 +89,7 @@ class Host:
         self, served: PartServer, step: int, target: Path, *, key: str = "", save: str = SAVE
     ) -> int:
         """Fetch the part of a snapshot from a server, as process 0 does."""
-        wanted = Open(1, step, save)
+        wanted = PartOpenRequest(1, step, save)
         peer = Peer(1, *served.address)
         return await fetch_part(peer, key or self.key, wanted, target_of(target), str(step))
 
@@ -143,14 +149,14 @@ class Raw:
 
     async def introduced(self, key: str) -> Raw:
         """Do the handshake as a client that knows the key."""
-        hello = msgspec.json.decode(await self.line(), type=Hello)
+        hello = msgspec.json.decode(await self.line(), type=ServerHello)
         nonce = new_nonce()
-        await self.send(Answer(nonce, proof_of(key, "client", hello.nonce, nonce)))
-        welcome = msgspec.json.decode(await self.line(), type=Welcome)
+        await self.send(ClientProof(nonce, proof_of(key, "client", hello.nonce, nonce)))
+        welcome = msgspec.json.decode(await self.line(), type=ServerProof)
         assert welcome.proof == proof_of(key, "server", hello.nonce, nonce)
         return self
 
-    async def opened(self, wanted: Open) -> Opened:
+    async def opened(self, wanted: PartOpenRequest) -> PartOpenResult:
         """Ask for a part."""
         await self.send(wanted)
-        return msgspec.json.decode(await self.line(), type=Opened)
+        return msgspec.json.decode(await self.line(), type=PartOpenResult)

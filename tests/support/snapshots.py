@@ -52,7 +52,7 @@ class Trainer:
         self.process.send_signal(signal.SIGKILL)
 
     def end(self) -> tuple[list[str], str]:
-        """Wait until it, and what its keeper has to write, is done; return what both printed."""
+        """Wait until it, and what its agent has to write, is done; return what both printed."""
         out, err = self.process.communicate(timeout=PATIENCE_S)
         return out.split("\n"), err
 
@@ -80,7 +80,7 @@ def shared_memory() -> Iterator[Path]:
 
 
 def children_of(process: int) -> list[int]:
-    """Return the processes that a process has started and that still run: keepers, as a rule."""
+    """Return the processes that a process has started and that still run: agents, as a rule."""
     found = []
     for task in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -92,7 +92,7 @@ def steps_of(root: Path) -> list[int]:
     """Return the steps of a root, all of which must be whole, and hold what their number says."""
     if not root.exists():
         return []
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         steps = mgr.all_steps()
         for step in steps:
             assert mgr.verify(step).ok

@@ -36,7 +36,7 @@ async def manager(root: Path, state: State) -> None:
         commit = await mgr.save(1, state)
         assert_type(commit, ckpt.Commit)
         assert_type(await commit, ckpt.StepInfo)
-        assert_type(await mgr.save(2, state, durable=True), ckpt.StepInfo)
+        assert_type(await mgr.save(2, state, durable=True), ckpt.StepInfo | None)
         assert_type(await mgr.metadata(1), ckpt.StepMetadata)
         assert_type(await mgr.metrics(1), dict[str, float])
         async for info in mgr.watch():
@@ -46,7 +46,7 @@ async def manager(root: Path, state: State) -> None:
 async def one_shot(path: Path, state: State) -> None:
     """Single checkpoints."""
     assert_type(await ckpt.save(path, state), ckpt.StepInfo)
-    assert_type(await ckpt.save_async(path, state), ckpt.Commit)
+    assert_type(await ckpt.save(path, state, durable=False), ckpt.Commit)
     assert_type(await ckpt.load(path, state), State)
     assert_type(await ckpt.metadata(path), ckpt.StepMetadata)
 
@@ -60,9 +60,11 @@ def plain(root: Path, state: State) -> None:
         assert_type(resumed, State)
         assert_type(mgr.save(1, state), ckpt.Commit)
         assert_type(mgr.save(1, state).result(), ckpt.StepInfo)
-        assert_type(mgr.save(2, state, durable=True), ckpt.StepInfo)
+        assert_type(mgr.save(2, state, durable=True), ckpt.StepInfo | None)
         assert_type(mgr.restore(like=state), State)
         assert_type(mgr.latest_step(), int | None)
+        assert_type(mgr.steps(), list[ckpt.StepInfo])
+        assert_type(mgr.directory, Path | str)
     assert_type(ckpt.sync.load(root, state), State)
 
 

@@ -31,7 +31,6 @@ import safetensors.numpy
 from google.protobuf.struct_pb2 import Struct
 
 import ckpt
-from ckpt._api.faces.plain_docs import plain_docs
 from ckpt._events import Event
 from tests.support.stateful_objects import Counter
 
@@ -40,12 +39,12 @@ TOOLS = "ckpt.testing"
 RETURNED = "is returned by calls, whose examples show it"
 CALLED_BACK = "is called by the library"
 WITHOUT_EXAMPLE = {
-    "ckpt.Event": "is passed to observers",
-    "ckpt.UnknownNode": "stands for a class that is missing, so no example can have one",
+    "ckpt.types.Event": "is passed to observers",
+    "ckpt.types.UnknownNode": "stands for a class that is missing, so no example can have one",
     "ckpt.handlers.Deferred": "is for those who write handlers; docs/how-to/items.md has one",
     "ckpt.handlers.Deferred.close": CALLED_BACK,
-    "ckpt.policies.SaveContext": "is passed to policies",
-    "ckpt.policies.SavedStep": "is passed to policies",
+    "ckpt.save_when.SaveContext": "is passed to policies",
+    "ckpt.keep.SavedStep": "is passed to policies",
     "ckpt.observers.Span": RETURNED,
     "ckpt.types.ItemInfo": RETURNED,
     "ckpt.types.LeafInfo": RETURNED,
@@ -206,7 +205,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
     events: list[Event] = []
     root = folder / "runs" / "a"
     with ckpt.sync.CheckpointManager(
-        root, metadata={"model": "tiny"}, observers=[events.append]
+        root, custom_metadata={"model": "tiny"}, observers=[events.append]
     ) as mgr:
         for step in (100, 200):
             mgr.save(step, init_state(), metrics={"loss": 1 / step})
@@ -307,22 +306,6 @@ def test_the_help_of_a_plain_call_stands_on_its_own(name: str) -> None:
     assert "see `ckpt." not in text
     assert "await" not in text
     assert "async with" not in text
-    assert "cancellation:" not in text
+    assert "cancellation" not in text
+    assert "coroutine" not in text
     assert "example:" in text
-
-
-def test_what_only_plain_calls_do_is_said_before_the_example() -> None:
-    paragraphs = inspect.cleandoc(ckpt.sync.save_async.__doc__ or "").split("\n\n")
-    assert paragraphs[-2] == "An interrupt (Ctrl-C) while it waits stops the save and removes it."
-    assert paragraphs[-1].endswith("info = commit.result()\n    ```")
-
-
-def test_programs_without_docstrings_import_the_plain_calls() -> None:
-    # As `python -OO` leaves them.
-    def plain() -> None: ...
-
-    def documented() -> None:
-        """Do nothing."""
-
-    assert plain_docs(documented)(plain).__doc__ is None
-    assert plain_docs(plain)(documented).__doc__ == "Do nothing."

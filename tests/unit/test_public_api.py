@@ -37,11 +37,11 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_names_survive_the_import_of_modules() -> None:
-    for module in ("ckpt._api.oneshot", "ckpt._api.watch", "ckpt.sync", "ckpt._commit"):
+    for module in ("ckpt._api.functions", "ckpt._api.watch", "ckpt.sync", "ckpt._commit"):
         importlib.import_module(module)
     for name in ("save", "load", "metadata"):
-        assert inspect.iscoroutinefunction(inspect.unwrap(getattr(ckpt, name)))
-        assert not inspect.iscoroutinefunction(inspect.unwrap(getattr(ckpt.sync, name)))
+        assert inspect.iscoroutinefunction(getattr(ckpt, name))
+        assert not inspect.iscoroutinefunction(getattr(ckpt.sync, name))
 
 
 def test_the_package_is_typed() -> None:

@@ -10,13 +10,22 @@ from tests.support.paths import ROOT
 PACKAGE = ROOT / "ckpt"
 GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
 # The same class twice, on purpose: the plain face of a manager has the name of the other.
-TWINS = {"CheckpointManager": ["ckpt/_api/manager.py", "ckpt/sync.py"]}
+TWINS = {
+    "CheckpointManager": ["ckpt/_api/manager.py", "ckpt/_api/plain/manager.py"],
+    "ManagedSteps": ["ckpt/_api/managed_steps.py", "ckpt/_api/plain/managed_steps.py"],
+    # Policies have the same names in `save_when` and `keep`, and are always written with them.
+    "Any": ["ckpt/keep/_keep_policies.py", "ckpt/save_when/_save_policies.py"],
+    "EverySeconds": ["ckpt/keep/_intervals.py", "ckpt/save_when/_save_policies.py"],
+    "EverySteps": ["ckpt/keep/_intervals.py", "ckpt/save_when/_save_policies.py"],
+    "Steps": ["ckpt/keep/_keep_policies.py", "ckpt/save_when/_save_policies.py"],
+}
 # Nouns that end like a gerund, and the names of other libraries' modules.
 NOT_GERUNDS = {
     "chunking",
     "encoding",
     "jax_monitoring",
     "listing",
+    "nonfinite_warning",
     "ranking",
     "staging",
     "testing",

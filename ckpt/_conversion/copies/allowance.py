@@ -1,4 +1,4 @@
-"""An allowance of memory that several tasks share."""
+"""A memory allowance that several tasks share."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import anyio
 
 
 class Allowance:
-    """So many bytes may be in use at once; who asks for more than all of them gets it alone."""
+    """A limit of bytes in use at once; a task that asks for more than the limit gets all of it."""
 
     def __init__(self, nbytes: int) -> None:
-        """Allow that many bytes."""
         self._all = self._left = nbytes
         self._changed = anyio.Condition()
 
     @contextlib.asynccontextmanager
     async def taken(self, nbytes: int) -> AsyncIterator[None]:
-        """Wait until that many bytes are left, and take them for the body."""
+        """Wait until `nbytes` are left, and take them for the body."""
         share = min(nbytes, self._all)
         async with self._changed:
             while self._left < share:

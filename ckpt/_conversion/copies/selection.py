@@ -1,7 +1,7 @@
-"""Selections: the part of a step that patterns choose, as the manifest of a step of its own. Pure.
+"""Selections: the part of a step that patterns choose, as the manifest of a separate step. Pure.
 
-A pattern is that of leaf paths everywhere. The name of an item chooses the item as a whole, and
-with a slash or a colon between them a pattern is looked for in that item alone.
+Patterns are those of leaf paths. The name of an item chooses the whole item. The name with a slash
+or a colon and a pattern behind it applies the pattern to that item alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckpt._tree.suggestions import suggestion
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
 
 _EVERYTHING = ("*", "**")
-# What a container becomes that has lost children: the leaves keep their paths and their order.
+# Kinds of containers that become dicts when they lose children: leaves keep paths and order.
 _SEQUENCES, _RECORDS = ("list", "tuple"), ("namedtuple", "custom")
 _PLAIN_TREE = "pytree"
 
@@ -30,10 +30,11 @@ class Selection(Struct, frozen=True):
     """The chosen part of a step.
 
     Attributes:
-        manifest: The manifest of that part; its data files hold more where items were cut.
-        cut: The items of which only a part was chosen.
-        left_out: What was not chosen, for people: names of items, and numbers of leaves.
-        is_reshaped: Whether lists, tuples or records have become dicts, since they lost children.
+        manifest: The manifest of that part; the data files of cut items also hold unselected
+            leaves.
+        cut: Items of which only a part was chosen.
+        left_out: Unselected parts, for people: names of items, and numbers of leaves.
+        is_reshaped: True if lists, tuples or records have become dicts, since they lost children.
     """
 
     manifest: Manifest
@@ -43,25 +44,25 @@ class Selection(Struct, frozen=True):
 
     @property
     def is_all(self) -> bool:
-        """Whether nothing is left out."""
+        """True if nothing is left out."""
         return not self.left_out
 
 
-# What is chosen of an item: all of it, nothing, or what some patterns cover.
+# The chosen part of an item: all of it, nothing, or the leaves that patterns cover.
 Chosen = Literal["all", "nothing"] | tuple[Pattern, ...]
 
 
 def everything(manifest: Manifest) -> Selection:
-    """Return a step as a selection of all of it."""
+    """Return a selection of a whole step."""
     return Selection(manifest, (), ())
 
 
 def selected(manifest: Manifest, patterns: Sequence[str]) -> Selection | None:
-    """Return what patterns choose of a step; None if that is nothing.
+    """Return the part of a step that patterns choose; None if they choose nothing.
 
     Raises:
-        InvalidArgumentError: A text is not a pattern, or a part of an item was chosen whose handler
-            needs all of it.
+        InvalidArgumentError: A text is not a pattern, or a pattern chooses a part of an item whose
+            handler needs all of it.
         CorruptCheckpointError: The manifest contradicts itself.
     """
     if not patterns:
@@ -104,7 +105,7 @@ def unmatched(manifest: Manifest, patterns: Sequence[str]) -> list[str]:
 
 
 def nothing_selected(where: str, manifest: Manifest, pattern: str) -> InvalidArgumentError:
-    """Return the error for a pattern that chooses nothing, with what was probably meant."""
+    """Return the error for a pattern that chooses nothing, with a suggestion."""
     owner = None if manifest.unnamed else _owner(manifest, pattern)
     if owner is not None:
         item, rest = manifest.items[owner], pattern[len(owner) + 1 :]
@@ -116,7 +117,7 @@ def nothing_selected(where: str, manifest: Manifest, pattern: str) -> InvalidArg
     names = [] if manifest.unnamed else list(manifest.items)
     for item in manifest.items.values():
         names += unboxed_names(item.nodes, item.leaves.names)
-    # With a dot it would be a leaf path of every item.
+    # With a dot, the text would be a leaf path in every item.
     dotted = next((name for name in manifest.items if pattern.startswith(f"{name}.")), None)
     if dotted is not None and not manifest.unnamed:
         hint = f" (is it {dotted + '/' + pattern[len(dotted) + 1 :]!r:.80}?)"
@@ -135,7 +136,6 @@ def _is_matched(manifest: Manifest, pattern: str) -> bool:
 
 
 def _chosen(manifest: Manifest, name: str, item: ItemEntry, patterns: Sequence[str]) -> Chosen:
-    """Return what is chosen of an item."""
     found: list[Pattern] = []
     for text in patterns:
         owner = None if manifest.unnamed else _owner(manifest, text)
@@ -147,9 +147,9 @@ def _chosen(manifest: Manifest, name: str, item: ItemEntry, patterns: Sequence[s
             compiled = compile_pattern(rest)
             if not manifest.unnamed and _is_name(compiled, name):
                 return "all"
-            found += _of_leaves(item, rest, compiled)
+            found += _patterns_of_leaves(item, rest, compiled)
         elif owner == name:
-            found += _of_leaves(item, rest, compile_pattern(rest))
+            found += _patterns_of_leaves(item, rest, compile_pattern(rest))
     return tuple(found) if found and len(item.leaves) else "nothing"
 
 
@@ -162,13 +162,13 @@ def _owner(manifest: Manifest, text: str) -> str | None:
 
 
 def _is_name(pattern: Pattern, item: str) -> bool:
-    """Tell whether a pattern fits the name of an item."""
+    """Return True if a pattern fits the name of an item."""
     found = None if None in pattern.keys else pattern.split(item)
     return found is not None and not found[1]
 
 
-def _of_leaves(item: ItemEntry, text: str, compiled: Pattern) -> Iterator[Pattern]:
-    """Yield a pattern; with dots for its slashes if no key has such a slash."""
+def _patterns_of_leaves(item: ItemEntry, text: str, compiled: Pattern) -> Iterator[Pattern]:
+    """Yield a pattern, and a form with dots for slashes if no key has such a slash."""
     yield compiled
     if "/" in text and not any(map(compiled.covers, item.leaves.names)):
         yield compile_pattern(text.replace("/", "."))
@@ -185,15 +185,15 @@ def _check_handler(manifest: Manifest, name: str, item: ItemEntry) -> None:
 
 
 class _Pruned(Struct, frozen=True):
-    """An item without some of its leaves, and whether containers have become dicts."""
+    """An item without some of its leaves; records whether containers have become dicts."""
 
     entry: ItemEntry
     is_reshaped: bool = False
 
 
 def _pruned(name: str, item: ItemEntry, patterns: Sequence[Pattern]) -> _Pruned | None:
-    """Return an item with the leaves alone that patterns cover; None if there are none."""
-    # It finds what is wrong with the nodes, before they are walked.
+    """Return an item with only the leaves that patterns cover; None if there are none."""
+    # This detects faults of the nodes before the walk.
     paths = unboxed_names(item.nodes, item.leaves.names)
     if not item.nodes:
         is_covered = any(pattern.covers(path) for pattern in patterns for path in paths)
@@ -220,36 +220,36 @@ def _pruned(name: str, item: ItemEntry, patterns: Sequence[Pattern]) -> _Pruned 
 
 
 def _renumbered(leaves: Sequence[LeafEntry], kept: Sequence[int]) -> Iterator[LeafEntry]:
-    """Yield the leaves that are kept; one that was another one refers to the first that is kept."""
+    """Yield the kept leaves; a leaf that was the same as another refers to the first kept one."""
     new: dict[int, int] = {}
     for number, old in enumerate(kept):
         leaf = leaves[old]
         first = old if leaf.same_as is None else leaf.same_as
-        # Its chunks are those of the first one, whether that is kept or not.
+        # Its chunks are those of the first leaf, whether or not that is kept.
         yield replace(leaf, same_as=new.get(first))
         new.setdefault(first, number)
 
 
 class _Pruning:
-    """A walk through the nodes of an item that keeps what patterns cover."""
+    """A walk through the nodes of an item that keeps the leaves that patterns cover."""
 
     def __init__(self, nodes: Sequence[Node], patterns: Sequence[Pattern]) -> None:
         self._old = nodes
         self._patterns = patterns
         self.nodes: list[Node] = []
-        # The numbers of the leaves that are kept.
+        # Numbers of the kept leaves.
         self.leaves: set[int] = set()
         self.has_reshaped = False
 
     def visit(self, number: int, path: tuple[str, ...], *, is_covered: bool) -> int | None:
-        """Take in a node with what is kept below it; return its new number, None if nothing is."""
+        """Add a node with the kept leaves below it; return its new number, None without such."""
         node = self._old[number]
         place = len(self.nodes)
         self.nodes.append(node)
         names = _child_names(node)
         kept: list[tuple[int, int]] = []
         for position, (name, child) in enumerate(zip(names, node.children, strict=True)):
-            # As in leaf paths, which have no keys of boxes.
+            # As in leaf paths, which leave out the keys of boxes.
             below = path if is_box(node) else (*path, name)
             covered = is_covered or (bool(below) and self._covers(below))
             if child >= 0:
@@ -274,7 +274,7 @@ class _Pruning:
 
 
 def _child_names(node: Node) -> Sequence[str]:
-    # Here, since copies of whole steps need no jax.
+    # Imported only here, since copies of whole steps need no jax.
     from ckpt._tree.static_values import decode_key
 
     if node.kind in _SEQUENCES:
@@ -283,7 +283,6 @@ def _child_names(node: Node) -> Sequence[str]:
 
 
 def _with_children(node: Node, kept: Sequence[tuple[int, int]]) -> Node:
-    """Return a node with some of its children."""
     children = [child for _, child in kept]
     if len(kept) == len(node.children):
         return replace(node, children=children)

@@ -1,9 +1,9 @@
 """The copy of one step: its files as they are, compared with their digests on the way.
 
-It is an attempt like that of a save: published whole, or not at all. The manifest stays as it is,
-byte by byte, unless items are left out, or the files are in a folder in one of the two places and
-not in the other. In stores Orbax wants a mark in every item, which is added there and taken away on
-the way back.
+A copy is an attempt like that of a save: published whole, or not at all. The manifest stays the
+same, byte by byte, unless items are left out, or the files are in a folder in only one of the two
+places. In stores, Orbax requires a mark in every item; it is added there and removed on the way
+back.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._conversion.copies.allowance import Allowance
-from ckpt._conversion.copies.place import CopyPlace, CopySource, ReadPlace
 from ckpt._conversion.copies.selection import Selection
+from ckpt._conversion.copies.step_location import CopySource, ReadOnlyLocation, StepLocation
 from ckpt._engine.save.republication import republish
-from ckpt._engine.save.request import SaveRequest
+from ckpt._engine.save.save_request import SaveRequest
 from ckpt._events import Event
 from ckpt._format.digests import digest, new_digest
 from ckpt._format.manifest import Manifest, encode, features, sizes
@@ -29,37 +29,37 @@ from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, OWN_DISKS, VIRTUAL,
 from ckpt._plan.orbax_view import item_marks, step_view
 from ckpt._runtime.mappings import map_memory
 from ckpt._runtime.threads import run_in_thread
-from ckpt._steps.saves.overwrite import make_way
+from ckpt._steps.saves.overwrite import clear_target
 from ckpt.errors import CorruptCheckpointError, StepDeletedError, StorageError, located
 from ckpt.storage._base import Attempt, LeavesFiles, Storage, WritesParts
-from ckpt.storage._manifests import lies_in, while_read
+from ckpt.storage._manifests import files_folder, while_read
 
-# Four of these are all the memory that a copy takes, whatever the size of the files: while one is
-# read, others are written.
+# Four of these are all the memory of a copy, whatever the size of the files: while one is being
+# read, others are being written.
 _LANES, _PIECE_BYTES = 4, 16 << 20
-# What a store takes as a whole, while it is written: two or three files as a disk has them. The
-# client copies each several times.
+# Limit of files in memory for a store that takes only whole files: two or three of the size that
+# files have on a disk. The client copies each of them several times.
 _WHOLE_FILES_BYTES = 96 << 20
-# What a disk says of one file that cannot be read.
+# Errors of a disk about one file that cannot be read.
 _UNREADABLE = (errno.EIO, errno.EACCES, errno.EPERM)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class CopyProgress(Protocol):
-    """Who is told how a copy goes on."""
+    """Receives the progress of a copy."""
 
     def expect(self, nbytes: int) -> None:
-        """Count on that many bytes more."""
+        """Add to the expected bytes."""
 
     def move(self, nbytes: int) -> None:
         """Count bytes that were copied."""
 
     def __call__(self, event: Event) -> None:
-        """Take an event of the save that writes a step anew."""
+        """Receive an event of the save that writes a step anew."""
 
 
-class Uncounted:
-    """Takes the progress of a copy, and keeps nothing of it."""
+class NullProgress:
+    """Ignores the progress of a copy."""
 
     def expect(self, nbytes: int) -> None:
         """Do nothing."""
@@ -83,8 +83,8 @@ class _NewFiles(Struct, frozen=True):
     """The files of a copy.
 
     Attributes:
-        copied: Those that are copied.
-        written: Those that are written anew.
+        copied: Files that are copied.
+        written: Contents of files that are written anew.
     """
 
     copied: Mapping[str, FileEntry]
@@ -108,10 +108,10 @@ class StepCopier:
         """Copy at a pace.
 
         Args:
-            progress: Told of the bytes.
-            pace: Asked before each piece is moved.
-            goes_on: Whether a copy that fails, or is cancelled, leaves its files to the next one of
-                that step, where the storage can do that. The caller sweeps it in the end.
+            progress: Receives the progress.
+            pace: Awaited before each piece is moved.
+            goes_on: True to let a failed or cancelled copy leave its files to the next copy of the
+                same step, if the storage supports it. The caller must sweep the target in the end.
         """
         self._progress = progress
         self._pace = pace
@@ -121,7 +121,7 @@ class StepCopier:
 
     def close(self) -> None:
         """Free the memory."""
-        # An error in flight may still refer to some; then it is freed with the error.
+        # An error in flight may still refer to a region, which is then freed with the error.
         self._regions.clear()
 
     async def copy(
@@ -129,7 +129,7 @@ class StepCopier:
         source: CopySource,
         manifest: Manifest,
         selection: Selection,
-        target: CopyPlace,
+        target: StepLocation,
         *,
         overwrite: bool,
     ) -> int:
@@ -138,21 +138,21 @@ class StepCopier:
         Args:
             source: The step.
             manifest: Its manifest.
-            selection: What of it is copied.
-            target: Where it goes.
-            overwrite: Whether what is there is replaced.
+            selection: The part to copy.
+            target: The place of the copy.
+            overwrite: True to replace a step at that place.
 
         Returns:
             The bytes of the files.
 
         Raises:
-            CorruptCheckpointError: A file of it is damaged, or cannot be read; names it.
-            StepDeletedError: It was deleted or replaced meanwhile.
-            StepExistsError: There is something where it goes.
+            CorruptCheckpointError: A file of the step is damaged, or cannot be read; names it.
+            StepDeletedError: The step was deleted or replaced meanwhile.
+            StepExistsError: There is a step at the place of the copy.
             StorageError: A storage refused.
 
-        Cancellation: nothing is left behind but what the next copy takes over, unless the step was
-        just being published.
+        Cancellation: nothing is left behind but files that the next copy takes over, unless the
+        step was just being published.
         """
         storage = target.storage
         is_left = False
@@ -166,16 +166,21 @@ class StepCopier:
                 raise
 
         async def give_up(attempt: Attempt) -> None:
-            if is_left and isinstance(storage, LeavesFiles):
-                await storage.leave(attempt)
-            else:
-                await storage.discard(attempt)
+            await storage.discard(attempt, keep_files=is_left)
 
         nbytes = sum(file.size for file in selection.manifest.files.values())
         with located(step=manifest.step):
-            await make_way(
+            await clear_target(
                 storage,
-                SaveRequest(target.name, manifest.step, {}, False, None, None, overwrite),
+                SaveRequest(
+                    target.name,
+                    manifest.step,
+                    {},
+                    False,
+                    None,
+                    None,
+                    "replace" if overwrite else "error",
+                ),
             )
             self._progress.expect(nbytes)
             async with while_read(source.storage, source.name, manifest):
@@ -190,7 +195,7 @@ class StepCopier:
         source: CopySource,
         manifest: Manifest,
         selection: Selection,
-        target: CopyPlace,
+        target: StepLocation,
         attempt: Attempt,
     ) -> Mapping[str, int]:
         """Write all files of an attempt; return their sizes."""
@@ -202,7 +207,7 @@ class StepCopier:
         placed = selection.manifest
         same_files = not new.written and new.copied.keys() == manifest.files.keys()
         if attempt.folder or manifest.folder or not same_files:
-            placed = _placed(placed, attempt, new)
+            placed = _manifest_of_copy(placed, attempt, new)
             encoded = await run_in_thread(encode, placed)
         async with anyio.create_task_group() as writes:
             for path, data in new.written.items():
@@ -216,17 +221,17 @@ class StepCopier:
         source: CopySource,
         manifest: Manifest,
         files: Mapping[str, FileEntry],
-        target: CopyPlace,
+        target: StepLocation,
         attempt: Attempt,
     ) -> None:
-        """Copy files of a step into an attempt that was begun.
+        """Copy files of a step into an attempt.
 
         Args:
             source: The step.
             manifest: Its manifest.
-            files: Those of its files that are copied.
-            target: What the attempt is at.
-            attempt: It gets the files, at the same paths.
+            files: The files to copy.
+            target: The place of the attempt.
+            attempt: An attempt that was begun; gets the files at the same paths.
 
         Raises:
             CorruptCheckpointError: A file is damaged, or cannot be read; names it.
@@ -234,9 +239,9 @@ class StepCopier:
 
         Cancellation: the attempt has some of the files, and the beginnings of others.
         """
-        place = ReadPlace(source.storage, lies_in(source.name, manifest))
+        place = ReadOnlyLocation(source.storage, files_folder(source.name, manifest))
         taken = await self._taken_over(files, target, attempt) if self._goes_on else set()
-        # The largest first, so that no lane is busy with a large one when the others have ended.
+        # Largest first, so that no lane is still busy with a large file when the others have ended.
         left = iter(
             sorted(
                 (each for each in files.items() if each[0] not in taken),
@@ -253,9 +258,9 @@ class StepCopier:
                 lanes.start_soon(lane, region)
 
     async def _taken_over(
-        self, files: Mapping[str, FileEntry], target: CopyPlace, attempt: Attempt
+        self, files: Mapping[str, FileEntry], target: StepLocation, attempt: Attempt
     ) -> set[str]:
-        """Take over whole files of copies that were cut; return those that the attempt has now."""
+        """Take over whole files of cut copies; return the paths that the attempt has now."""
         storage = target.storage
         taken: set[str] = set()
         if not isinstance(storage, LeavesFiles):
@@ -264,7 +269,7 @@ class StepCopier:
             try:
                 found = await storage.files(left)
             except StorageError:
-                # A sweep was quicker.
+                # A sweep removed them first.
                 continue
             wanted = iter(
                 [
@@ -274,7 +279,7 @@ class StepCopier:
                 ]
             )
             whole: list[str] = []
-            place = CopyPlace(storage, left)
+            place = StepLocation(storage, left)
             async with anyio.create_task_group() as lanes:
                 for region in self._regions:
                     lanes.start_soon(self._look_at_left, place, wanted, region, whole)
@@ -283,12 +288,12 @@ class StepCopier:
 
     async def _look_at_left(
         self,
-        left: CopyPlace,
+        left: StepLocation,
         files: Iterator[tuple[str, FileEntry]],
         region: memoryview,
         whole: list[str],
     ) -> None:
-        """Add those files to `whole` whose bytes are as listed."""
+        """Add the files whose bytes match their digests to `whole`."""
         for path, file in files:
             digester = new_digest()
             try:
@@ -298,7 +303,7 @@ class StepCopier:
                     then = partial(digester.update, piece)
                     await left.storage.read_block(left.name, path, start, piece, then)
             except (CorruptCheckpointError, StorageError):
-                # A sweep was quicker, or the disk gives it no more: it is copied.
+                # A sweep removed the file, or the disk can no longer read it: it is copied again.
                 continue
             if digester.hexdigest() == file.digest:
                 whole.append(path)
@@ -317,7 +322,8 @@ class StepCopier:
         if isinstance(target, WritesParts) or file.size <= _PIECE_BYTES:
             await self._move(source, path, file, target, attempt, region)
             return
-        # Memory is bounded by this, or by one file that is larger, and not by several of them.
+        # The allowance bounds memory to its limit, or to one larger file, rather than several
+        # files.
         async with self._whole_files.taken(file.size):
             await self._move(source, path, file, target, attempt, map_memory(file.size))
 
@@ -336,7 +342,7 @@ class StepCopier:
             piece = memory[: min(len(memory), file.size - start)]
             end = start + len(piece)
             await self._pace(len(piece))
-            # In the thread that has read them, while they are in its cache.
+            # Hashed in the thread that read the bytes, while they are in its cache.
             await _read(source, path, start, piece, partial(digester.update, piece))
             if end == file.size and digester.hexdigest() != file.digest:
                 raise CorruptCheckpointError(
@@ -360,24 +366,25 @@ async def _read(
     try:
         await source.storage.read_block(source.name, path, start, piece, then)
     except StorageError as error:
-        # A store says so of all that it has; a disk of one file, and others can be copied.
+        # An error of a store concerns all of its files. On a disk it concerns one file, and other
+        # steps can be copied.
         if source.storage.keeps_others or error.errno not in _UNREADABLE:
             raise
         raise CorruptCheckpointError(f"{error.message}; the step was not copied") from error
 
 
 def is_only_cut(error: BaseException) -> bool:
-    """Tell whether a copy has failed for no reason of its own, so that the next one can go on."""
+    """Return True if a copy failed for an outside reason, so that the next one can go on."""
     if isinstance(error, BaseExceptionGroup):
         return all(is_only_cut(each) for each in error.exceptions)
     if isinstance(error, StorageError):
-        # What lies on a full disk keeps it full.
+        # Files that are left on a full disk would keep it full.
         return error.errno not in _FULL
     return isinstance(error, anyio.get_cancelled_exc_class())
 
 
 def _new_files(selection: Selection, step_dir: str, *, in_store: bool) -> _NewFiles:
-    """Return the files of a copy: those of the selection, and what Orbax wants of them there."""
+    """Return the files of a copy: those of the selection, and the files for Orbax."""
     kept = selection.manifest
     items = [*kept.items, *(["metrics"] if kept.metrics is not None else [])]
     marks = item_marks(step_dir, items)
@@ -401,8 +408,8 @@ def _new_files(selection: Selection, step_dir: str, *, in_store: bool) -> _NewFi
     return _NewFiles(copied, written)
 
 
-def _placed(manifest: Manifest, attempt: Attempt, new: _NewFiles) -> Manifest:
-    """Return the manifest of a copy, whose files are where an attempt has them."""
+def _manifest_of_copy(manifest: Manifest, attempt: Attempt, new: _NewFiles) -> Manifest:
+    """Return the manifest of a copy whose files are placed as in an attempt."""
     requires = features(
         manifest.items,
         attempt.folder,
@@ -418,7 +425,7 @@ def _placed(manifest: Manifest, attempt: Attempt, new: _NewFiles) -> Manifest:
     )
 
 
-async def others_in(source: CopyPlace, manifest: Manifest) -> list[str]:
-    """Return the files in a step directory that are not of the step."""
+async def others_in(source: StepLocation, manifest: Manifest) -> list[str]:
+    """Return the files in a step directory that do not belong to the step."""
     found = await source.storage.files(source.name)
     return sorted(found.keys() - manifest.sizes.keys() - {FILE_NAME})

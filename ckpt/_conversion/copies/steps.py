@@ -1,4 +1,4 @@
-"""Copies of steps between disks and stores: whole, compared, and begun again where they ended."""
+"""Copies of steps between disks and stores: whole, verified, and resumable."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import anyio
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckpt._conversion.copies.place import CopyPlace, copied_meanwhile, presence_of
 from ckpt._conversion.copies.selection import Selection, nothing_selected, selected, unmatched
 from ckpt._conversion.copies.step_copy import CopyProgress, StepCopier, others_in
+from ckpt._conversion.copies.step_location import StepLocation, copied_meanwhile, presence_of
 from ckpt._format.manifest import Manifest
 from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import PinLease, hold, pin, pins, refuse_pinned
@@ -33,49 +33,49 @@ from ckpt.storage._base import Storage
 from ckpt.storage._manifests import note_branch, read_manifest
 from ckpt.storage._resolve import refuse_inside
 
-# The lease of a step that is copied is short: that of a killed copy keeps others from deleting.
+# The lease of a copied step is short, since that of a killed copy keeps others from deleting.
 _LEASE_SECONDS, _RENEWALS = 60.0, 6
 _NAMED = 5
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class CopyRules(Struct, frozen=True):
-    """What is copied of every step, and what is done about what is there.
+    """Rules of a copy: the parts to copy, and the treatment of existing steps.
 
     Attributes:
-        overwrite: Whether other steps of the same names are replaced.
-        whole: Whether the arrays of virtual steps are copied, too.
-        select: Patterns of what is copied; empty for everything.
-        verify: Whether every byte of what is there already is compared with its digest.
-        makes_way: Whether saves that a step says it replaces make way for it.
+        overwrite: True to replace other steps of the same names.
+        whole: True to copy the arrays of virtual steps, too.
+        select: Patterns of the parts to copy; empty for everything.
+        verify: True to compare every byte of existing copies with its digest.
+        makes_way: True if saves that a step's manifest says it replaces make way for the step.
     """
 
     overwrite: bool = False
     whole: bool = False
     select: tuple[str, ...] = ()
     verify: bool = False
-    makes_way: bool = False
+    replaces_older: bool = False
 
     def writes_anew(self, selection: Selection) -> bool:
-        """Tell whether a selection has arrays that cannot be copied with their files."""
+        """Return True if a selection has arrays that cannot be copied with their files."""
         return bool(selection.cut) or (self.whole and bool(selection.manifest.sources))
 
 
 class CopiedStep(Struct, frozen=True):
-    """What has become of one step.
+    """The outcome of the copy of one step.
 
     Attributes:
         step: Its number, or None.
-        path: Where it was to be copied to.
-        outcome: `copied`; `there`, if it was; `damaged`, if it was not copied because of that;
-            `deleted`, if it was deleted before it was copied; `blocked`, if what is in its place
-            was not replaced; or `unselected`, if nothing of it was to be copied.
+        path: Path of its copy.
+        outcome: `copied`; `there`, if the copy existed; `damaged`, if it was not copied because it
+            is damaged; `deleted`, if it was deleted before it was copied; `blocked`, if the step in
+            its place was not replaced; or `unselected`, if nothing of it was to be copied.
         nbytes: Bytes that were copied.
-        is_virtual: Whether its arrays stay where they are.
-        others: Files in its directory that are not of the step, and were not copied.
-        left_out: What of it was not selected, for people.
-        is_reshaped: Whether containers have become dicts, since they lost some of their children.
-        reason: Why it was not copied, or None.
+        is_virtual: True if its arrays stay where they are.
+        others: Files in its directory that do not belong to the step, and were not copied.
+        left_out: Its unselected parts, for people.
+        is_reshaped: True if containers have become dicts, since they lost some of their children.
+        reason: Reason why it was not copied, or None.
     """
 
     step: int | None
@@ -93,7 +93,7 @@ Told = Callable[[CopiedStep], None]
 
 
 class StepsToCopy(Struct, frozen=True):
-    """Steps of a root, and where they go.
+    """Steps of a root, and their destination.
 
     Attributes:
         storage: The root.
@@ -111,22 +111,22 @@ async def copy_steps(
 ) -> list[CopiedStep]:
     """Copy steps of a root, ascending, with their pins and the metadata of the root.
 
-    Steps that are there already are passed over. A damaged one is left out, and the others are
-    copied. None is visible before all of it is there.
+    Existing copies are passed over. A damaged step is left out, and the others are copied. No step
+    is visible before all of it is there.
 
     Args:
         work: The steps.
-        rules: What is copied of them.
-        progress: Told of the bytes.
-        told: Told of each step.
+        rules: The rules of the copy.
+        progress: Receives the progress.
+        told: Called with the outcome of each step.
 
     Raises:
-        StepExistsError: Another step has the name of one; nothing was copied.
+        StepExistsError: A target has another step with the name of one of them; nothing was copied.
         InvalidArgumentError: A pattern fits nothing in any step; nothing was copied.
         StepPinnedError: A step that would be replaced is pinned; nothing was copied.
         StorageError: A storage refused.
 
-    Cancellation: the steps that were copied stay, of others nothing is left behind.
+    Cancellation: steps that were copied stay; nothing of the other steps is left behind.
     """
     target = work.target
     refuse_inside(work.storage.location, target.location)
@@ -137,13 +137,13 @@ async def copy_steps(
     await target.sweep()
     with contextlib.suppress(CorruptCheckpointError):
         metadata = await read_root_metadata(work.storage)
-        if metadata is not None:
+        if metadata:
             await write_root_metadata(target, metadata)
     done = []
     copier = StepCopier(progress)
     try:
         for step, name in work.steps.items():
-            source, place = CopyPlace(work.storage, name), CopyPlace(target, name)
+            source, place = StepLocation(work.storage, name), StepLocation(target, name)
             copied = await copy_step(copier, source, step, place, rules, progress)
             if copied.outcome in ("copied", "there"):
                 await copy_pins(work.storage, step, place)
@@ -155,14 +155,14 @@ async def copy_steps(
 
 
 async def copy_checkpoint(
-    source: CopyPlace, target: CopyPlace, rules: CopyRules, progress: CopyProgress
+    source: StepLocation, target: StepLocation, rules: CopyRules, progress: CopyProgress
 ) -> CopiedStep:
-    """Copy a step, or a checkpoint by itself; see `copy_steps`.
+    """Copy a step, or a one-shot checkpoint; see `copy_steps`.
 
     Raises:
-        StepExistsError: There is another checkpoint.
+        StepExistsError: There is another checkpoint at the target.
         CorruptCheckpointError: The checkpoint is damaged.
-        InvalidArgumentError: A pattern fits nothing in it.
+        InvalidArgumentError: A pattern fits nothing in the checkpoint.
         StorageError: A storage refused.
 
     Cancellation: nothing is left behind.
@@ -196,7 +196,7 @@ def refuse_same(source: Storage, target: Storage) -> None:
     """Raise if two roots are the same.
 
     Raises:
-        InvalidArgumentError: They are.
+        InvalidArgumentError: The roots are the same.
     """
     places = [each.location.rstrip("/") for each in (source, target)]
     if places[0] == places[1] or os.path.realpath(places[0]) == os.path.realpath(places[1]):
@@ -204,18 +204,18 @@ def refuse_same(source: Storage, target: Storage) -> None:
 
 
 async def committed_steps(index: StepIndex) -> tuple[dict[int, str], list[int]]:
-    """Return the steps of a root with their directories, and those that another library wrote."""
+    """Return the steps of a root with their directories, and the steps of other libraries."""
     found = (await index.refresh()).values()
     own = {each.step: each.step_dir for each in found if not each.is_foreign}
     return own, [each.step for each in found if each.is_foreign]
 
 
 async def _look_ahead(work: StepsToCopy, rules: CopyRules) -> None:
-    """Raise if other steps have the names of some, or if a pattern fits nothing.
+    """Raise if the target has other steps of the same names, or if a pattern fits nothing.
 
     Raises:
-        StepExistsError: They have; names them.
-        InvalidArgumentError: It fits nothing in any step.
+        StepExistsError: There are other steps of the same names; names them.
+        InvalidArgumentError: A pattern fits nothing in any step.
     """
     taken, left = [], list(rules.select)
     last: Manifest | None = None
@@ -224,7 +224,7 @@ async def _look_ahead(work: StepsToCopy, rules: CopyRules) -> None:
             manifest = await read_manifest(work.storage, name, step=step)
             left, last = unmatched(manifest, left), manifest
             if not rules.overwrite and await _is_taken(
-                manifest, CopyPlace(work.target, name), rules
+                manifest, StepLocation(work.target, name), rules
             ):
                 taken.append(step)
     if left and last is not None:
@@ -237,8 +237,8 @@ async def _look_ahead(work: StepsToCopy, rules: CopyRules) -> None:
         )
 
 
-async def _is_taken(manifest: Manifest, place: CopyPlace, rules: CopyRules) -> bool:
-    """Tell whether another step is in the place of one."""
+async def _is_taken(manifest: Manifest, place: StepLocation, rules: CopyRules) -> bool:
+    """Return True if there is another step at the place of a copy."""
     selection = selected(manifest, rules.select)
     if selection is None:
         return False
@@ -250,7 +250,7 @@ async def _refuse_pinned(work: StepsToCopy, rules: CopyRules) -> None:
     """Raise if a step that would be replaced is pinned.
 
     Raises:
-        StepPinnedError: It is; nothing was copied.
+        StepPinnedError: A step is pinned; nothing was copied.
     """
     for step, pinned in (await pins(work.target)).items():
         name = work.steps.get(step)
@@ -258,33 +258,33 @@ async def _refuse_pinned(work: StepsToCopy, rules: CopyRules) -> None:
             continue
         with contextlib.suppress(StepNotFoundError, CorruptCheckpointError, UnsupportedFormatError):
             manifest = await read_manifest(work.storage, name, step=step)
-            if await _is_taken(manifest, CopyPlace(work.target, name), rules):
+            if await _is_taken(manifest, StepLocation(work.target, name), rules):
                 refuse_pinned(work.target, step, pinned)
 
 
 async def copy_step(
     copier: StepCopier,
-    source: CopyPlace,
+    source: StepLocation,
     step: int | None,
-    target: CopyPlace,
+    target: StepLocation,
     rules: CopyRules,
     progress: CopyProgress,
 ) -> CopiedStep:
-    """Copy one step, or tell why it was not copied, while a lease keeps it from being deleted.
+    """Copy one step, or return why it was not copied, while a lease keeps it from being deleted.
 
     Args:
-        copier: Copies it.
+        copier: The copier.
         source: The step.
-        step: Its number; None for a checkpoint by itself.
-        target: Where it goes.
-        rules: What is copied of it.
-        progress: Told of the events of a copy that is written anew.
+        step: Its number; None for a one-shot checkpoint.
+        target: The place of the copy.
+        rules: The rules of the copy.
+        progress: Receives the events of a copy that is written anew.
 
     Raises:
-        InvalidArgumentError: It would be copied to itself.
+        InvalidArgumentError: The step would be copied to itself.
         StorageError: A storage refused.
 
-    Cancellation: nothing is left behind that others see.
+    Cancellation: nothing visible is left behind.
     """
     if source.location == target.location:
         refuse_same(source.storage, target.storage)
@@ -306,17 +306,17 @@ async def copy_step(
             )
             found = await presence_of(wanted, target, whole=anew, deep=rules.verify)
             if found == "same":
-                # A virtual step is there also if its arrays are, too.
+                # A virtual step also counts as copied if the copy has its arrays.
                 there = await read_manifest(target.storage, target.name)
                 return replace(copied, outcome="there", is_virtual=bool(there.sources))
             replaces = rules.overwrite or found == "damaged"
-            if found == "other" and rules.makes_way:
-                replaces = await _make_way(manifest, target)
+            if found == "other" and rules.replaces_older:
+                replaces = await _replaces_older(manifest, target)
             if step is not None:
                 await note_branch(target.storage, wanted.left_behind)
             try:
                 if anew:
-                    # Here, since copies file by file need no jax.
+                    # Imported only here, since copies file by file need no jax.
                     from ckpt._conversion.copies.rewritten_copy import write_anew
 
                     nbytes = await write_anew(
@@ -339,13 +339,14 @@ async def copy_step(
         return CopiedStep(step, where, "blocked", reason=error.message)
 
 
-async def _make_way(manifest: Manifest, target: CopyPlace) -> bool:
-    """Tell whether a step is to replace what is at a place; move a bad save out of its way.
+async def _replaces_older(manifest: Manifest, target: StepLocation) -> bool:
+    """Return True if a step is to replace the one at a place; move a bad save out of its way.
 
-    Only saves that its manifest names make way. A storage that cannot move one has it replaced.
+    Only saves that its manifest names make way. If a storage cannot move a save, the save is
+    replaced.
 
     Raises:
-        StepExistsError: What is there should make way, and is pinned.
+        StepExistsError: The save at the place should make way, and is pinned.
     """
     there = await read_manifest(target.storage, target.name)
     times = there.created_ns, there.committed_ns
@@ -360,18 +361,18 @@ async def _make_way(manifest: Manifest, target: CopyPlace) -> bool:
                 step=manifest.step,
             )
         if not each.state or target.storage.keeps_others:
-            # What a run has left behind is lost only if it was to be overwritten.
+            # An abandoned save of a run is lost only if it was to be overwritten.
             return each.state != "abandoned"
         await target.storage.move(target.name, each.state, listed=False)
     return False
 
 
 @contextlib.asynccontextmanager
-async def _held(source: CopyPlace, step: int | None) -> AsyncIterator[Manifest]:
-    """Keep a step from being deleted while it is copied, where its root may be written to.
+async def _held(source: StepLocation, step: int | None) -> AsyncIterator[Manifest]:
+    """Keep a step from being deleted while it is copied, if its root can be written to.
 
     Raises:
-        StepNotFoundError: It is not there any more.
+        StepNotFoundError: The step no longer exists.
     """
     lease: PinLease | None = None
 
@@ -406,7 +407,7 @@ async def _held(source: CopyPlace, step: int | None) -> AsyncIterator[Manifest]:
 
 
 def _lease_seconds(storage: Storage) -> float:
-    return min(_LEASE_SECONDS, storage.lease_seconds)
+    return min(_LEASE_SECONDS, storage.traits.lease_seconds)
 
 
 @contextlib.asynccontextmanager
@@ -418,7 +419,7 @@ async def _renewed(lease: PinLease, seconds: float) -> AsyncIterator[None]:
             with anyio.move_on_after(seconds):
                 await ended.wait()
             if not ended.is_set():
-                # If it has run out, the copy tells whether the step is gone.
+                # If the lease has expired, the copy itself notices whether the step is gone.
                 with contextlib.suppress(StorageError):
                     await lease.renew()
 
@@ -428,7 +429,7 @@ async def _renewed(lease: PinLease, seconds: float) -> AsyncIterator[None]:
         try:
             yield
         except Exception as error:
-            # Not within the group, which would wrap it.
+            # Raised outside of the task group, which would wrap it.
             failure = error
         finally:
             ended.set()
@@ -436,8 +437,8 @@ async def _renewed(lease: PinLease, seconds: float) -> AsyncIterator[None]:
         raise failure
 
 
-async def copy_pins(source: Storage, step: int, target: CopyPlace) -> None:
-    """Give a copied step the pins that stay; those of readers are leases, and not copied."""
+async def copy_pins(source: Storage, step: int, target: StepLocation) -> None:
+    """Copy the permanent pins of a step; pins of readers are leases, and are not copied."""
     for each in (await pins(source)).get(step, ()):
         if each.seconds is None:
 

@@ -1,8 +1,8 @@
 """The staging arena: one region of host memory, touched once and reused by every save.
 
-Writing to memory that was never touched takes 10 to 30 times as long as to warm memory, and longer
-on virtual machines. So blocks are handed out lowest address first: the pages that the first save
-has warmed serve all later ones. The region is only reserved address space until it is used.
+Writing to memory for the first time takes 10 to 30 times as long as writing to warm memory, and
+longer on virtual machines. So blocks are handed out lowest address first: the pages that the first
+save has warmed serve all later ones. The region is only reserved address space until it is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckpt.errors import StorageError
 
 # Blocks start on page boundaries: whole pages are warmed, and direct I/O stays possible.
 _ALIGNMENT = mmap.PAGESIZE
-# A piece must not delay the end of a program for long: cold memory comes at 0.4 GB/s or faster.
+# A piece must not delay the end of a program: cold memory is filled at 0.4 GB/s or faster.
 _WARMING_BYTES = 16 << 20
 
 
@@ -46,55 +46,55 @@ class Arena:
     def __init__(self, capacity: int) -> None:
         """Reserve (not touch) `capacity` bytes, rounded up to whole pages."""
         self.capacity: int = _round_up(capacity)
-        # Bytes of memory elsewhere that count as used here.
+        # Bytes of memory outside the region that count as used here.
         self._elsewhere = 0
         self._region: memoryview | None = None
-        # Whether its pages were chosen, small or huge.
+        # True once small or huge pages were chosen for the region.
         self._has_pages = False
         self._free: list[tuple[int, int]] = [(0, self.capacity)]
         self._waiting: deque[tuple[int, anyio.Event, bool]] = deque()
         self.high_water: int = 0
-        # Called when new memory is about to be touched.
+        # Called just before new memory is touched.
         self.on_growth: Callable[[], None] = _do_nothing
-        # Bytes asked for since the arena was last empty, and the maximum of that.
+        # Bytes requested since the arena was last empty, and the maximum of that number.
         self._asked = 0
         self._demand = 0
 
     @property
     def used(self) -> int:
-        """Bytes that count at the moment: those handed out, and those elsewhere."""
+        """Bytes in use: the blocks handed out, and the memory counted elsewhere."""
         return self._elsewhere + self.capacity - sum(length for _, length in self._free)
 
     def count_elsewhere(self, most: int) -> int:
-        """Count up to `most` bytes of memory elsewhere as used; return how many are counted.
+        """Count up to `most` bytes of memory elsewhere as used; return the number counted.
 
-        They leave half of the capacity to blocks. `uncount` takes them back.
+        Half of the capacity stays for blocks. `uncount` undoes this.
         """
         counted = max(0, min(most, self.capacity // 2 - self._elsewhere))
         self._elsewhere += counted
         return counted
 
     def uncount(self, nbytes: int) -> None:
-        """Count so many bytes elsewhere no more: that memory is free."""
+        """Stop counting `nbytes` of memory elsewhere: that memory is free."""
         self._elsewhere -= nbytes
         self._wake()
 
     def has_room(self, nbytes: int) -> bool:
-        """Tell whether a block of `nbytes` could be had at once."""
+        """Return True if a block of `nbytes` is available at once."""
         return not self._waiting and self._fits(_round_up(max(nbytes, 1)))
 
     async def allocate(self, nbytes: int, *, held: bool = False) -> Block:
-        """Return a block of `nbytes`, waiting for earlier ones to be freed if there is no room.
+        """Return a block of `nbytes`; waits for earlier blocks to be freed if there is no room.
 
         Cancellation leaves nothing allocated.
 
         Args:
-            nbytes: Its size.
-            held: Whether it is for a copy of what is held elsewhere. It goes before a request that
+            nbytes: Size of the block.
+            held: True for a copy of data that is held elsewhere. This request goes before one that
                 waits for just that memory, and before no other.
 
         Raises:
-            ValueError: More than the whole capacity is asked for.
+            ValueError: The block is larger than the whole capacity.
         """
         length = _round_up(max(nbytes, 1))
         if length > self.capacity:
@@ -106,8 +106,8 @@ class Arena:
             self._waiting.append(ticket)
             try:
                 self._wake()
-                # Set only while its length fits; nothing is taken before its task runs again, so it
-                # still fits then.
+                # The event is set only while the length fits, and nothing is taken before this task
+                # runs again, so the length still fits then.
                 await ticket[1].wait()
             except BaseException:
                 self._waiting.remove(ticket)
@@ -117,7 +117,7 @@ class Arena:
         return self._take(nbytes, length)
 
     def free(self, block: Block) -> None:
-        """Give `block` back; its memory may be overwritten from now on."""
+        """Free `block`; its memory may be overwritten from now on."""
         start, end = block.offset, block.offset + _round_up(max(block.nbytes, 1))
         spans = sorted([*self._free, (start, end - start)])
         merged: list[tuple[int, int]] = []
@@ -130,7 +130,7 @@ class Arena:
         self._wake()
 
     def shrink(self, block: Block, nbytes: int) -> Block:
-        """Give the end of a block back, from `nbytes` on, and return what is left of it."""
+        """Free the end of a block, from `nbytes` on, and return the rest of the block."""
         kept = _round_up(max(nbytes, 1))
         if kept >= _round_up(block.nbytes):
             return block
@@ -139,13 +139,13 @@ class Arena:
         return Block(block.offset, nbytes, block.memory[:nbytes])
 
     async def warm(self, go_on: Callable[[], bool]) -> None:
-        """Touch as much of the region as a save has wanted at once, to have it warm for the next.
+        """Touch as much of the region as one save wanted at a time, to warm it for the next save.
 
         The first save copies so slowly into cold memory that its first blocks are free again before
-        its last are asked for; the next one is faster, and would touch cold memory again.
+        it requests its last; the next save is faster, and would touch cold memory again.
 
         Args:
-            go_on: Asked before every piece of a few milliseconds.
+            go_on: Called before every piece of a few milliseconds; False stops.
         """
         target = min(self._demand, self.capacity)
         while self._region is not None and self.high_water < target and go_on():
@@ -159,7 +159,7 @@ class Arena:
     def _grow(self, end: int) -> None:
         if end > self.high_water:
             if self._region is not None and not self._has_pages and end >= LEAST_BYTES:
-                # Not earlier: one page is filled to choose, which a small save would not need.
+                # Not for small saves: to choose, a whole huge page is filled.
                 self._has_pages = True
                 choose_pages([np.frombuffer(self._region, np.uint8)[self.high_water :]])
             self.high_water = end
@@ -167,7 +167,7 @@ class Arena:
 
     def _wake(self) -> None:
         if not self._waiting or any(called.is_set() for _, called, _ in self._waiting):
-            # One has its room already, and its task has not run yet.
+            # A request has its room already, and its task has not run yet.
             return
         ticket = self._waiting[0]
         if ticket[0] > self.capacity - self._elsewhere:
@@ -201,7 +201,7 @@ def _round_up(nbytes: int) -> int:
 
 
 def limit_reached() -> str:
-    """Return a remark on the limit of the address space, empty if there is none."""
+    """Return a remark on the limit of the address space; empty if there is no limit."""
     space = address_space()
     if space is None:
         return ""

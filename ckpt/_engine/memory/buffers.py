@@ -1,9 +1,9 @@
 """Buffers: host memory of restored arrays, reused when the arrays are gone.
 
-On CPU devices a restored array is the buffer that it was read into, so the buffer cannot come from
-the arena. Evaluators restore again and again, and drop one state before the next: its memory is
-kept, since reading into warm memory is 5 to 15 times as fast as into memory that was never touched.
-Idle memory here and the touched part of the arena stay within one budget.
+On CPU devices a restored array is the very buffer that the bytes were read into, so the buffer
+cannot come from the arena. Evaluators restore again and again, and drop one state before the next.
+The memory of dropped states is kept, since reading into warm memory is 5 to 15 times as fast as
+into fresh memory. The idle memory and the touched part of the arena stay within one budget.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _PAGE = mmap.PAGESIZE
 
 
 class Buffers:
-    """Makes buffers, and keeps those whose arrays are gone for the next ones of their size.
+    """Makes buffers, and reuses the memory of arrays that are gone for buffers of the same size.
 
     Arrays may be dropped in any thread.
     """
 
     def __init__(self, arena: Arena) -> None:
-        """Keep idle memory within what `arena` has not touched of its capacity."""
+        """Limit idle memory to the part of the arena's capacity that is still untouched."""
         self._arena = arena
-        # Not a method: in a cycle with the arena, the memory of an engine that has ended would stay
-        # until garbage is collected.
+        # Not a bound method: it would form a cycle with the arena, and the memory of a closed
+        # engine would stay until the garbage collector runs.
         arena.on_growth = partial(_trim, weakref.ref(self))
         # Reentrant: garbage collection can drop an array while this thread holds the lock.
         self._guard = threading.RLock()
@@ -58,17 +58,16 @@ class Buffers:
             region = self._take(length)
         if region is None:
             region = _map(length, shape)
-        # Every view of this array refers to it, so it lives as long as any of them.
+        # Every view of this array refers to it, so the array lives as long as any view.
         memory = np.frombuffer(region, np.uint8)
         weakref.finalize(memory, _give_back, weakref.ref(self), region).atexit = False
         return memory[:nbytes].view(dtype).reshape(shape)
 
     def trim(self) -> None:
-        """Free idle memory that is over the limit."""
         self._make_room(0)
 
-    def take_back(self, region: memoryview) -> None:
-        """Keep `region`, whose arrays are gone; memory that was kept earlier makes room for it."""
+    def recycle(self, region: memoryview) -> None:
+        """Keep `region`, whose arrays are gone; regions that were kept earlier give way."""
         length = len(region)
         with self._guard:
             if self._make_room(length):
@@ -76,7 +75,7 @@ class Buffers:
                 self.idle_bytes += length
 
     def _make_room(self, nbytes: int) -> bool:
-        """Free idle memory until `nbytes` more fit, oldest sizes first; return whether they do."""
+        """Free idle memory until `nbytes` more fit, oldest sizes first; return True if they do."""
         with self._guard:
             limit = self._arena.capacity - self._arena.high_water - nbytes
             while self._idle and self.idle_bytes > max(limit, 0):
@@ -85,7 +84,7 @@ class Buffers:
             return limit >= 0
 
     def _take(self, length: int) -> memoryview | None:
-        """Return an idle region of that size, or None."""
+        """Return an idle region of `length` bytes, or None."""
         same = self._idle.get(length)
         if not same:
             return None
@@ -105,7 +104,7 @@ def _trim(buffers: weakref.ref[Buffers]) -> None:
 def _give_back(buffers: weakref.ref[Buffers], region: memoryview) -> None:
     alive = buffers()
     if alive is not None:
-        alive.take_back(region)
+        alive.recycle(region)
 
 
 def _map(length: int, shape: Sequence[int]) -> memoryview:

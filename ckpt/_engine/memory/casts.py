@@ -14,8 +14,8 @@ Array = np.ndarray[Any, Any]
 def cast(array: Array, dtype: str) -> Array:
     """Return `array` as `dtype`, rounded to the nearest value, and ties to even.
 
-    From float64 to dtypes narrower than float16 ml_dtypes goes through float32, so a value close to
-    the middle of two may be rounded to the other one.
+    From float64 to dtypes narrower than float16, ml_dtypes goes through float32, so a value close
+    to the middle of two neighbours may be rounded to the other one.
     """
     if array.dtype == DTYPES[dtype]:
         return array
@@ -25,11 +25,11 @@ def cast(array: Array, dtype: str) -> Array:
 
 
 def cast_into(target: Array, source: Array) -> None:
-    """Copy `source` into `target`, of another dtype, as `cast` does, without a copy in between."""
+    """Copy `source` into `target`, of another dtype, rounded as by `cast`, without a temporary."""
     with np.errstate(all="ignore"):
         np.copyto(target, source, casting="unsafe")
 
 
 def is_narrowed(source: str, target: str) -> bool:
-    """Tell whether elements of `target` take fewer bytes."""
+    """Return True if elements of `target` take fewer bytes."""
     return DTYPES[target].itemsize < DTYPES[source].itemsize

@@ -1,6 +1,6 @@
-"""Contents: what a staged batch holds, as digests and vital signs of its chunks.
+"""Contents of a staged batch: digests and vital signs of its chunks.
 
-Runs in worker threads. Every byte is looked at once, in pieces that stay in a processor's cache.
+The functions run in worker threads. Each byte is read once, in pieces that fit a processor's cache.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.write_batches import Chunk, WriteBatch
 from ckpt._vitals.signs import SIGNS, Array, box_signs, no_signs, whole_signs
 
-# Small arrays whose signs are taken together: as many as have so many bytes.
+# Bytes of small arrays whose signs are taken together.
 _TOGETHER_BYTES = 1 << 19
 
 
 class BatchContents(Struct, frozen=True, eq=False):
-    """What a batch holds.
+    """The contents of a batch.
 
     Attributes:
         digests: Digest of the logical bytes of every chunk.
-        signs: `[chunks]`, the record of the vital signs of each; empty if they were not taken.
+        signs: `[chunks]`, a record of vital signs for each chunk; empty if they were not taken.
     """
 
     digests: list[str]
@@ -40,19 +40,16 @@ class KnownSigns(Protocol):
     """Vital signs that were taken elsewhere."""
 
     def record(self, leaf: int, chunk: int, /) -> Array | None:
-        """Return the record of a chunk; None if it is to be taken on the host."""
+        """Return the record of a chunk; None if the host is to take it."""
 
 
 def batch_contents(
     batch: WriteBatch, plans: Sequence[LeafPlan], memory: Array, signs: KnownSigns | None
 ) -> BatchContents:
-    """Return what a batch in `memory` holds.
+    """Return the contents of a batch in `memory`, which is `[batch.nbytes] uint8`.
 
-    Args:
-        batch: The batch.
-        plans: The plans of all leaves of the item.
-        memory: `[batch.nbytes] uint8`.
-        signs: The vital signs that are known; None if none are to be taken.
+    `plans` are those of all leaves of the item. `signs` are the known vital signs; None if none are
+    to be taken.
     """
     if batch.packed and signs is not None:
         return BatchContents(
@@ -77,7 +74,7 @@ def batch_contents(
 
 
 def _logical(chunk: Chunk, plans: Sequence[LeafPlan], memory: Array) -> Array:
-    """Return the bytes of a chunk without what is padding; `[n] uint8`."""
+    """Return the bytes of a chunk without its padding; `[n] uint8`."""
     stored = memory[chunk.offset : chunk.offset + chunk.stored_nbytes]
     if chunk.nbytes == chunk.stored_nbytes:
         return stored
@@ -88,9 +85,9 @@ def _logical(chunk: Chunk, plans: Sequence[LeafPlan], memory: Array) -> Array:
 
 
 def _packed_signs(batch: WriteBatch, plans: Sequence[LeafPlan], memory: Array) -> Array:
-    """Return the records of small leaves; those that are alike are taken together."""
+    """Return the records of small leaves; equal shapes and dtypes are taken together."""
     signs = np.zeros(len(batch.chunks), SIGNS)
-    # By shape and dtype: thousands of leaves have a few.
+    # Keyed by shape and dtype, of which thousands of leaves have a few.
     alike: dict[tuple[tuple[int, ...], str], list[int]] = {}
     for number, chunk in enumerate(batch.chunks):
         spec = plans[chunk.leaf].spec

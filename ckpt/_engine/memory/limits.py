@@ -1,4 +1,4 @@
-"""Memory limits: whether the arrays to restore fit into the memory of this machine."""
+"""Memory limits: a check that the arrays to restore fit into the memory of this machine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ckpt.errors import InvalidArgumentError
 def check_memory(reads: Sequence[ArrayRead], leaves: Sequence[LeafEntry]) -> None:
     """Refuse arrays that do not fit, before any memory is taken.
 
-    The sizes come from a file, and the system promises more memory than it has, only to kill the
-    process that uses it.
+    The sizes come from a file, and the system promises more memory than it has: it kills the
+    process only when the memory is used.
 
     Raises:
         InvalidArgumentError: The arrays take more host memory than there is.
     """
     available = host_memory_bytes()
-    # Thousands of arrays have a few shapes.
+    # Counted by shape, of which thousands of arrays have a few.
     counts = Counter((read.shape, read.stored) for read in reads)
     everything = sum(
         count * math.prod(shape) * parse_dtype(stored).itemsize
@@ -33,8 +33,8 @@ def check_memory(reads: Sequence[ArrayRead], leaves: Sequence[LeafEntry]) -> Non
     )
     if everything <= available:
         return
-    # For devices with memory of their own a host buffer is temporary, and only the part of a
-    # sharded array that this process has counts.
+    # For devices with memory of their own a host buffer is temporary. Of a sharded array, only the
+    # part of this process counts.
     sizes = [(_local_bytes(read), read) for read in reads if _stays_on_host(read.target)]
     needed = sum(size for size, _ in sizes)
     if needed > available:

@@ -1,8 +1,8 @@
-"""Pages: whether large new memory is filled in small pages or in huge ones.
+"""Pages: the choice between small and huge pages for large new memory.
 
-Neither is better everywhere. Measured with 512 MiB on a virtual machine: on memory that was used a
-moment ago huge pages are 4 times as fast to fill, and on memory that the machine had given back to
-its host 5 times as slow. So one huge page is filled first, and the time that takes decides.
+Neither is better everywhere. Measured with 512 MiB on a virtual machine: huge pages are 4 times as
+fast to fill on memory that was used a moment ago, and 5 times as slow on memory that the machine
+had given back to its host. So one huge page is filled first, and the time that it takes decides.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from ckpt._runtime.mappings import advise
 Memory = np.ndarray[Any, np.dtype[np.uint8]]
 
 _HUGE_BYTES = 2 << 20
-# A region of this size has a whole huge page in it, wherever it begins.
+# A region of this size contains a whole huge page, wherever the region begins.
 LEAST_BYTES = 2 * _HUGE_BYTES
-# 0.2 ms is usual for a page that is quick, 4 ms for one that is not; small pages take 1 ms.
+# A quick huge page usually takes 0.2 ms, a slow one 4 ms; the same bytes in small pages take 1 ms.
 _QUICK_SECONDS = 1e-3
 _HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
-# MADV_POPULATE_WRITE of Linux 5.14, which Python has no name for.
+# MADV_POPULATE_WRITE of Linux 5.14; Python has no name for it.
 _POPULATE_WRITE = 23
-# With cold small pages, a call takes 2.5 ms. Nobody else can map memory meanwhile.
+# With cold small pages a call takes 2.5 ms; no other thread can map memory meanwhile.
 _POPULATED_BYTES = 1 << 20
 
 
 def choose_pages(regions: Sequence[Memory]) -> None:
-    """Ask for huge pages in regions that nobody has touched yet, if filling one is quick.
+    """Request huge pages for untouched regions, if filling one is quick.
 
-    What is in the regions stays as it is.
+    The contents of the regions stay as they are.
     """
     large = [region for region in regions if len(region) >= LEAST_BYTES]
     if _HUGEPAGE is None or not large or not _are_quick(large[0]):
@@ -44,12 +44,12 @@ def choose_pages(regions: Sequence[Memory]) -> None:
 
 
 def populate(memory: Memory) -> bool:
-    """Fault in pages, which memory begins with, without changing them; tell if the system can.
+    """Fault in the pages of `memory`, unchanged; return False if the system cannot.
 
-    Other threads go on meanwhile. `mmap.madvise` would keep the interpreter lock: 512 MiB hold the
-    event loop of a caller for 0.3 s. A call keeps the lock of the address space, too. A thread that
-    holds the interpreter lock and needs memory waits for it, and the loop for that thread: so many
-    small calls.
+    Other threads go on meanwhile. `mmap.madvise` would keep the interpreter lock: 512 MiB block the
+    event loop of a caller for 0.3 s. Each call also keeps the lock of the address space. A thread
+    that holds the interpreter lock and needs memory waits for that lock, and the loop waits for the
+    thread; hence many small calls.
     """
     start, length = memory.ctypes.data, len(memory)
     return all(
@@ -59,7 +59,7 @@ def populate(memory: Memory) -> bool:
 
 
 def _are_quick(region: Memory) -> bool:
-    """Fill the first huge page of a region, and tell whether that was quick."""
+    """Fill the first huge page of a region; return True if that was quick."""
     assert _HUGEPAGE is not None
     page = -(-region.ctypes.data // _HUGE_BYTES) * _HUGE_BYTES
     if not _advise(page, _HUGE_BYTES, _HUGEPAGE):

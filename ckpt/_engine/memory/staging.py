@@ -1,7 +1,7 @@
 """Staging: device memory is copied to host memory that the library owns, batch by batch.
 
-Everything here runs in worker threads. Host copies are taken shard by shard, never of an array on
-several devices: jax would keep that copy alive on the array.
+All functions run in worker threads. Host copies are taken shard by shard, never of an array on
+several devices: jax would keep such a copy alive on the array.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.write_batches import Chunk, ChunkPart, WriteBatch
 from ckpt._settings import StagingMode
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
-from ckpt._tree.leaf_specs import LeafSpec, StoredLeaf, scalar_array
+from ckpt._tree.leaf_specs import CheckpointLeaf, LeafSpec, scalar_array
 from ckpt.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
-# What a chunk is copied from: a leaf, or what a snapshot holds instead.
+# Source of the copy of a chunk: a leaf, or the object that a snapshot holds instead.
 Source = Any
 # The numbers of a leaf and of one of its shards.
 Place = tuple[int, int]
@@ -37,24 +37,24 @@ logger = logging.getLogger("ckpt")
 
 _PINNED = "pinned_host"
 _HOST_KINDS = (_PINNED, "unpinned_host")
-# Arrays on one CPU device show their memory as Python's buffers do, if Python knows their dtype.
+# Dtypes that Python's buffer protocol knows: arrays on one CPU device export their memory so.
 _EXPORTED = frozenset(
     {
         *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
         *("float16", "float32", "float64", "complex64", "complex128"),
     }
 )
-# An array may be saved by several managers, each with threads of its own.
+# Several managers, each with threads of its own, may save one array.
 _ASKING = threading.Lock()
-# Narrower than a byte: jax packs several elements into one, and unpacks them for the host.
+# Dtypes narrower than a byte: jax packs several elements into one, and unpacks them for the host.
 _UNPACKED = frozenset({"float4_e2m1fn", "int2", "int4", "uint2", "uint4"})
 
 
 def wait_until_computed(leaves: Iterable[Any]) -> None:
-    """Wait until every jax array among `leaves` has its values, and every moved shard is there.
+    """Wait until every jax array among `leaves` is computed, and every moved shard has arrived.
 
     Raises:
-        CheckpointError: The computation of one of them failed.
+        CheckpointError: The computation of an array failed.
     """
     try:
         wait: Any = jax.block_until_ready
@@ -69,7 +69,7 @@ class MovedShard(Struct, frozen=True):
     array: jax.Array
 
     def read(self, region: Region) -> Array:
-        """Return the elements of a region, once they are there."""
+        """Return the elements of a region; waits until they have arrived."""
         return np.asarray(self.array)[region.slices]
 
 
@@ -81,8 +81,8 @@ def movable_shards(
 ) -> dict[Place, int]:
     """Return the shards that `snapshot` can hold in page-locked memory, with their bytes there.
 
-    They are on accelerators, and batches take the whole of them. Of others a part is wanted, which
-    is cut out on the device when it is copied.
+    Such a shard is on an accelerator, and batches take all of it. If only a part of a shard is
+    wanted, the device cuts it out when it is copied.
     """
     wanted: Counter[Place] = Counter()
     for batch in batches:
@@ -108,7 +108,7 @@ def snapshot(
     movable: Mapping[Place, int],
     room: int,
 ) -> dict[int, list[Source]]:
-    """Hold what batches can be copied from later, whatever the caller does with its arrays.
+    """Hold sources from which batches can be copied later, whatever the caller does to its arrays.
 
     Args:
         batches: The batches of an item.
@@ -117,12 +117,12 @@ def snapshot(
         mode: `view` holds views of the buffers of CPU arrays; `device` copies arrays within device
             memory.
         movable: The shards that may move to page-locked memory, with their bytes.
-        room: How many bytes may move.
+        room: Most bytes that may move.
 
     Returns:
-        By the number of the batch its sources, as `sources_of` gives them. Batches that must be
-        copied to the host before the caller goes on are left out: in the mode `copy` all that do
-        not move, and those of packed leaves and of numpy arrays.
+        The sources of each batch, as `sources_of` gives them, by number of the batch. Batches that
+        must be copied to the host before the caller goes on are left out: in the mode `copy` all
+        that do not move, and those of packed leaves and of numpy arrays.
     """
     held: dict[Place, Source] = {}
     found: dict[int, list[Source]] = {}
@@ -150,38 +150,33 @@ def snapshot(
 
 
 def moved_shards(held: Mapping[int, Sequence[Source]]) -> list[MovedShard]:
-    """Return what a snapshot holds in page-locked memory, each shard once."""
+    """Return the shards that a snapshot holds in page-locked memory, each once."""
     every = {id(each): each for sources in held.values() for each in sources}
     return [each for each in every.values() if isinstance(each, MovedShard)]
 
 
 def sources_of(batch: WriteBatch, leaves: Sequence[Any]) -> list[Source]:
-    """Return what a batch is copied from: a leaf for every part, or every packed leaf once."""
+    """Return the sources of a batch: a leaf for every part, or every packed leaf once."""
     if batch.packed:
         return [leaves[chunk.leaf] for chunk in batch.chunks]
     return [leaves[chunk.leaf] for chunk in batch.chunks for _ in chunk.parts]
 
 
 def _hold(shard: jax.Array, mode: StagingMode, moves: LeafSpec | None) -> Source | None:
-    """Return what a shard is copied from once its array is the caller's again.
+    """Return a view or a copy of a shard, valid once its array is the caller's again.
 
-    Args:
-        shard: The shard.
-        mode: As of `snapshot`.
-        moves: The leaf of a shard that is to move to page-locked memory, or None.
-
-    Returns:
-        A view or a copy, or None if there is no room for one.
+    `moves` is the leaf of a shard that is to move to page-locked memory, or None. The result is
+    None if there is no room.
     """
     if moves is None and mode == "view":
         wait_until_computed([shard])
         return np.asarray(_unkept(shard))
     try:
-        return jnp.copy(shard) if moves is None else MovedShard(_moved(shard, moves))
+        return jnp.copy(shard) if moves is None else MovedShard(_begin_move(shard, moves))
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise CheckpointError(f"copying the state to save failed: {error}") from error
-        # It is copied to the host before the caller goes on.
+        # Without room the shard is copied to the host before the caller goes on.
         where = "on the device" if moves is None else "in page-locked memory"
         logger.debug("no room %s for a copy of %s%s", where, shard.dtype, shard.shape)
         return None
@@ -194,7 +189,7 @@ def _can_wait(leaf: Any, mode: StagingMode) -> bool:
 
 
 def copies_on_host(batch: WriteBatch, plans: Sequence[LeafPlan], *, moved: bool = False) -> int:
-    """Return how many copies of the bytes are in host memory while they go into a block.
+    """Return the number of copies of the bytes in host memory while they go into a block.
 
     Arrays of accelerators pass through page-locked memory on their way, unless they have `moved`
     there.
@@ -203,7 +198,7 @@ def copies_on_host(batch: WriteBatch, plans: Sequence[LeafPlan], *, moved: bool 
     specs = {id(spec): spec for spec in [plans[chunk.leaf].spec for chunk in batch.chunks]}
     shardings = {id(spec.sharding): spec.sharding for spec in specs.values()}
     on_host = moved or all(each is None or _is_host(each) for each in shardings.values())
-    # Packed leaves are cast as a whole, in a copy of each; others are cast part by part.
+    # Each packed leaf is cast as a whole, in a copy; other leaves are cast part by part.
     cast = batch.packed and any(spec.cast_from for spec in specs.values())
     return 1 + (not on_host) + cast + max(spec.copies for spec in specs.values())
 
@@ -214,9 +209,9 @@ def copy_batch(
     """Copy the chunks of `batch` into `memory`, each at its offset and zeros between them.
 
     Args:
-        batch: What to copy.
+        batch: The batch to copy.
         plans: The plans of all leaves of the item.
-        sources: What it is copied from; see `sources_of` and `snapshot`.
+        sources: Sources of the copy; see `sources_of` and `snapshot`.
         memory: `[batch.nbytes] uint8`, owned by the library.
     """
     if batch.packed:
@@ -238,12 +233,12 @@ def copy_batch(
 
 
 def move_chunks(chunks: Sequence[Chunk], batch: WriteBatch, memory: Array) -> None:
-    """Move staged chunks together, to their places in a smaller batch; zeros are between them.
+    """Move staged chunks together, to their places in a smaller batch; gaps are filled with zeros.
 
     Args:
         chunks: The chunks, as they were staged, in order.
-        batch: The batch that has no others.
-        memory: `[n] uint8`, where they are, and are to be.
+        batch: The batch of just these chunks.
+        memory: `[n] uint8`, the memory of both the old and the new places.
     """
     end = 0
     for old, new in zip(chunks, batch.chunks, strict=True):
@@ -255,7 +250,7 @@ def move_chunks(chunks: Sequence[Chunk], batch: WriteBatch, memory: Array) -> No
 
 
 def host_bytes(leaf: Any) -> Array:
-    """Return the bytes of an array that this process has for itself, in C order; `[n] uint8`."""
+    """Return the bytes, in C order, of an array of this process alone; `[n] uint8`."""
     if isinstance(leaf, jax.Array):
         leaf = _gathered(leaf.shape, _begin_gather(leaf))
     return np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
@@ -272,26 +267,27 @@ def _on_host(
     ]
     started.reverse()
     while started:
-        # Dropped one by one: page-locked memory is free again as soon as it has been copied.
+        # Dropped one by one, so that page-locked memory is free again as soon as it has been
+        # copied.
         yield np.asarray(started.pop())
 
 
 def _begin_transfer(shard: Any, part: ChunkPart, spec: LeafSpec) -> Any:
     """Return a part of `shard` on its way to the host, or already there."""
-    if isinstance(shard, StoredLeaf | MovedShard):
+    if isinstance(shard, CheckpointLeaf | MovedShard):
         return shard.read(part.source)
     if not isinstance(shard, jax.Array) or _on_cpu(shard):
         return np.asarray(_unkept(shard))[part.source.slices]
     if shard.sharding.memory_kind in _HOST_KINDS:
-        # On the host already; a slice of it would be computed on the device.
+        # The data is on the host already; a slice would be computed on the device.
         return np.asarray(_apart(shard))[part.source.slices]
     if shard.shape != part.source.shape:
-        # Sliced on the device: what a part takes on the host is the part, not its shard.
+        # Sliced on the device, so that only the part takes memory on the host, not its shard.
         shard = jax.lax.dynamic_slice(shard, part.source.offset, part.source.shape)
-    return _moved(shard, spec)
+    return _begin_move(shard, spec)
 
 
-def _moved(shard: jax.Array, spec: LeafSpec) -> jax.Array:
+def _begin_move(shard: jax.Array, spec: LeafSpec) -> jax.Array:
     """Return a shard of an accelerator on its way to the host, in the dtype that moves."""
     dtype = _moved_dtype(spec)
     if shard.dtype != dtype:
@@ -300,7 +296,7 @@ def _moved(shard: jax.Array, spec: LeafSpec) -> jax.Array:
 
 
 def _moved_dtype(spec: LeafSpec) -> np.dtype[Any]:
-    """Return the smaller one of two dtypes: values that are widened are cast on the host."""
+    """Return the smaller of two dtypes: values that widen are cast on the host."""
     stored = spec.dtype or ""
     if spec.cast_from is None or is_narrowed(spec.cast_from, stored):
         return DTYPES[stored]
@@ -308,7 +304,7 @@ def _moved_dtype(spec: LeafSpec) -> np.dtype[Any]:
 
 
 def to_page_locked(array: jax.Array) -> jax.Array:
-    """Return `array` on its way to page-locked host memory, where its device has such.
+    """Return `array` on its way to page-locked host memory, if its device has such memory.
 
     Devices copy there by themselves, at the full speed of the bus; copies to other memory go
     through a small buffer.
@@ -325,7 +321,7 @@ def to_page_locked(array: jax.Array) -> jax.Array:
 
 
 def _shard(source: Source, number: int) -> Any:
-    """Return a shard of an array; anything but a jax array is taken whole."""
+    """Return a shard of a jax array; other sources are returned whole."""
     if isinstance(source, jax.Array) and not _is_single(source):
         return shards_of(source)[number].data
     return source
@@ -334,8 +330,8 @@ def _shard(source: Source, number: int) -> Any:
 def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
     """Return the shards of an array that are on devices of this process.
 
-    jax makes their list when it is asked for the first time, and gives a thread that asks meanwhile
-    the part of it that is made (jaxlib 0.10 to 0.12). So one of ours asks at a time.
+    jax builds this list at the first request. A thread that asks meanwhile gets an incomplete list
+    (jaxlib 0.10 to 0.12), so one thread of this library asks at a time.
     """
     with _ASKING:
         return array.addressable_shards
@@ -363,10 +359,10 @@ def _packed_bytes(
 ) -> Iterator[memoryview]:
     """Yield the bytes of every packed leaf, gathered from its shards."""
     specs = [plans[chunk.leaf].spec for chunk in batch.chunks]
-    # Looked at once for each sharding: thousands of leaves share a few.
+    # Checked once for each sharding: thousands of leaves share a few.
     shardings = {id(spec.sharding): spec.sharding for spec in specs if spec.sharding is not None}
     viewable = {n for n, s in shardings.items() if _is_host(s) and len(s.device_set) == 1}
-    # The transfers of all others are under way before the first is waited for.
+    # All other transfers start before the first is waited for.
     shards = {
         number: _begin_gather(leaf)
         for number, (spec, leaf) in enumerate(zip(specs, leaves, strict=True))
@@ -376,17 +372,17 @@ def _packed_bytes(
         if number in shards:
             array = _gathered(spec.shape, shards.pop(number))
         elif spec.sharding is not None and spec.cast_from is None and spec.dtype in _EXPORTED:
-            # Half the time of a view by way of numpy.
+            # Takes half the time of a view by way of numpy.
             try:
                 yield memoryview(leaf).cast("B")
                 continue
             except (BufferError, TypeError, ValueError):
-                # It is empty, or not in C order.
+                # The array is empty, or not in C order.
                 array = np.ascontiguousarray(leaf)
-        elif isinstance(leaf, StoredLeaf):
+        elif isinstance(leaf, CheckpointLeaf):
             array = np.ascontiguousarray(leaf.whole())
         elif spec.kind in ARRAY_KINDS:
-            # For an array on one CPU device this is a view, which jax does not keep.
+            # For an array on one CPU device this is a view, which jax does not cache.
             held = spec.cast_from or spec.dtype
             array = np.ascontiguousarray(_unkept(leaf) if held in _UNPACKED else leaf)
         else:
@@ -395,13 +391,13 @@ def _packed_bytes(
             array = scalar
         if spec.cast_from is not None:
             array = cast(array, spec.dtype or "")
-        # In memory any byte but 0 is true; TensorStore stores 0 or 1.
+        # In memory every byte but 0 is true; TensorStore stores 0 or 1.
         flat = array.reshape(-1).view(np.uint8)
         yield ((flat != 0).view(np.uint8) if spec.dtype == "bool" else flat).data
 
 
 def _begin_gather(leaf: jax.Array) -> list[tuple[tuple[slice, ...], jax.Array]]:
-    """Start moving every distinct shard to the host; return them with their places."""
+    """Start moving every distinct shard to the host; return the shards with their places."""
     shards = _distinct_shards(leaf)
     if _on_cpu(leaf):
         return [(index, _unkept(shard)) for index, shard in shards]
@@ -435,9 +431,10 @@ def _gathered(
 
 
 def _unkept(array: Any) -> Any:
-    """Return an array in host memory that numpy can view without leaving a copy on the caller's.
+    """Return an array that numpy can view without leaving a host copy on the caller's array.
 
-    Numpy sees the buffer itself of most dtypes; jax would keep the copy of those it has to unpack.
+    Numpy views the buffer itself for most dtypes; jax would keep the copy of dtypes that it
+    unpacks.
     """
     if isinstance(array, jax.Array) and array.dtype.name in _UNPACKED:
         return _apart(array)
@@ -447,8 +444,9 @@ def _unkept(array: Any) -> Any:
 def _apart(array: jax.Array) -> jax.Array:
     """Return another array object over the same buffer.
 
-    jax keeps the host copy of an accelerator's array on the object that it is asked of, and the
-    only shard of an array is the array itself: the caller's would hold the copy while it lives.
+    jax caches the host copy of an accelerator's array on the object that is converted. The only
+    shard of an array is the array itself, so the caller's array would hold the copy as long as it
+    lives.
     """
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
 
@@ -458,13 +456,13 @@ def _on_cpu(array: jax.Array) -> bool:
 
 
 def _is_host(sharding: jax.sharding.Sharding) -> bool:
-    """Tell whether the devices of a sharding compute in host memory."""
+    """Return True if the devices of a sharding compute in host memory."""
     device: jax.Device = next(iter(sharding.device_set))
     return str(device.platform) == "cpu"
 
 
 def _copy_bits(target: Array, source: Array) -> None:
-    """Copy as plain integers: numpy copies foreign dtypes slowly, holding the GIL.
+    """Copy as plain integers, since numpy copies foreign dtypes slowly and holds the GIL.
 
     Values of another dtype are cast.
     """

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-# Of the buffers of larger arrays, jax may take over the memory.
+# Bytes of the largest array whose buffer is reused; jax may take over larger buffers.
 MOST_LENT = 64 << 20
-# For less, the compiler that makes blank arrays costs more time and memory than copies do.
+# Below this size, the compiler that makes blank arrays costs more time and memory than copies.
 LEAST_BLANK = 128 << 20
-# A numpy array has a byte for each value of these, and an array of jax may have less.
+# Dtypes of which numpy stores one value per byte, and jax may store more.
 LESS_THAN_A_BYTE = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})

@@ -1,4 +1,4 @@
-"""A target of which each branch is loaded from another checkpoint."""
+"""A restore target with branches that are loaded from different checkpoints."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 import jax
 
 from ckpt._arguments import shown
-from ckpt._plan.targets import is_abstract, wanted_text
+from ckpt._plan.targets import wanted_text
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.flatten import branch_at, describe
 from ckpt._tree.leaf_specs import is_function
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import InvalidArgumentError, TargetMismatchError
 
-# How many leaves a message lists; all of them are in `problems`.
+# Most leaves that a message lists; `problems` has all of them.
 _SHOWN = 200
 
 
 class BranchedTarget:
-    """The target of which each branch is loaded from elsewhere."""
+    """A restore target with branches that are loaded from different checkpoints."""
 
     def __init__(self, like: Any) -> None:
         """Take the branches out of `like` one by one.
 
         Raises:
-            InvalidArgumentError: It is a function.
+            InvalidArgumentError: `like` is a function.
         """
         if is_function(like):
             raise InvalidArgumentError(
@@ -40,10 +40,10 @@ class BranchedTarget:
         self._branches: dict[str, Any] = {}
 
     def branch(self, name: str) -> Any:
-        """Return the branch at a leaf path, which is to be loaded.
+        """Return the branch at a leaf path, to be loaded.
 
         Raises:
-            InvalidArgumentError: There is none, or nothing in it.
+            InvalidArgumentError: There is no such branch, or it is empty.
         """
         try:
             found = self._branches[name] = branch_at(self._like, name)
@@ -58,21 +58,20 @@ class BranchedTarget:
         return found
 
     def check_rest(self, *, keeps: bool) -> None:
-        """Refuse leaves below no branch that are to come from somewhere.
+        """Refuse leaves outside all branches that would have no source.
 
         Args:
-            keeps: Whether they may keep their values.
+            keeps: True if such leaves may keep their values.
 
         Raises:
-            TargetMismatchError: There are such leaves; lists them all.
+            TargetMismatchError: There are such leaves; the error lists all of them.
         """
         problems = []
         for name, leaf in zip(self._names, self._structure.leaves, strict=True):
-            has_value = leaf is ... or is_function(leaf) or (keeps and not is_abstract(leaf))
+            stays = keeps or leaf is ... or is_function(leaf)
             is_gone = isinstance(leaf, jax.Array) and keeps and leaf.is_deleted()
-            if self._branch_of(name) is None and (is_gone or not has_value):
+            if self._branch_of(name) is None and (is_gone or not stays):
                 lost = ", and its array was donated or deleted" if is_gone else ""
-                lost = ", and has no value to keep" if keeps and not is_gone else lost
                 problems.append(f"{name}: below no branch{lost}, wanted {wanted_text(leaf)}")
         if problems:
             count = len(problems)
@@ -91,7 +90,7 @@ class BranchedTarget:
         return next((each for each in above if each in self._branches), None)
 
     def filled(self, found: Mapping[str, Any]) -> Any:
-        """Return the target with the branches that were loaded."""
+        """Return the target with the loaded branches in place."""
         loaded = {name: self._leaves_of(name, branch) for name, branch in found.items()}
         leaves = []
         for name, leaf in zip(self._names, self._structure.leaves, strict=True):
@@ -100,6 +99,6 @@ class BranchedTarget:
         return jax.tree.unflatten(jax.tree.structure(self._like), leaves)
 
     def _leaves_of(self, name: str, branch: Any) -> Iterator[Any]:
-        # What a handler makes of a leaf may be a tree itself.
+        # A handler may turn a leaf into a tree.
         structure: Any = jax.tree.structure(self._branches[name])
         return iter(structure.flatten_up_to(branch))

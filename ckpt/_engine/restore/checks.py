@@ -1,4 +1,4 @@
-"""Digest checks: whether the bytes that were read are those that were saved."""
+"""Digest checks: the bytes that were read must be the bytes that were saved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DamagedLeaves:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Note the damage that the body raises, alone or in a group, and go on after it."""
+        """Note the damage that the body raises, alone or in a group, and continue after it."""
         try:
             yield
         except* CorruptCheckpointError as group:
@@ -30,15 +30,15 @@ class DamagedLeaves:
                 self.note(error)
 
     def note(self, error: CorruptCheckpointError) -> None:
-        """Note one error; beyond a limit they are dropped."""
+        """Note one error; errors beyond a limit are dropped."""
         if len(self._errors) < _MOST_ERRORS:
             self._errors.append(error)
 
     def raise_if_any(self) -> None:
-        """Raise what was noted, if anything was.
+        """Raise the noted errors, if there are any.
 
         Raises:
-            ExceptionGroup: Of the `CorruptCheckpointError`s.
+            ExceptionGroup: A group of `CorruptCheckpointError`s.
         """
         if self._errors:
             raise ExceptionGroup("what is stored is damaged", self._errors)
@@ -53,12 +53,12 @@ def _flattened(group: BaseExceptionGroup[Any]) -> Iterator[CorruptCheckpointErro
 
 
 def damaged_chunks(request: ReadRequest, error: Exception) -> list[ChunkRead] | None:
-    """Return the chunks of a request that could not be read, by the error that this was.
+    """Return the chunks of a request that could not be read, as the error names them.
 
-    A group names each leaf with a damaged chunk; any other error is about all of them.
+    A group names each leaf with a damaged chunk; any other error concerns all chunks.
 
     Returns:
-        The chunks; None if something else than a storage or its bytes has failed.
+        The chunks; None if the failure is not one of a storage or its bytes.
     """
     if not isinstance(error, ExceptionGroup):
         return list(request.chunks)
@@ -72,7 +72,7 @@ def damaged_chunks(request: ReadRequest, error: Exception) -> list[ChunkRead] | 
 
 
 def damage_of(error: Exception, chunks: Sequence[ChunkRead]) -> Exception:
-    """Return an error about a request, of which only these chunks could not be read in the end."""
+    """Return `error` reduced to `chunks`, the only ones that no copy could supply."""
     if not isinstance(error, ExceptionGroup):
         return error
     leaves = {chunk.leaf.name for chunk in chunks}
@@ -81,10 +81,12 @@ def damage_of(error: Exception, chunks: Sequence[ChunkRead]) -> Exception:
 
 
 def check_chunk(entry: LeafEntry, number: int, data: memoryview) -> None:
-    """Check the bytes of the elements of chunk `number` of a leaf, in C order, if it has a digest.
+    """Check chunk `number` of a leaf against its digest, if it has one.
+
+    `data` are the bytes of its elements in C order.
 
     Raises:
-        CorruptCheckpointError: They are not what was saved; names the leaf.
+        CorruptCheckpointError: The bytes differ from those that were saved; names the leaf.
     """
     if entry.digests[number] == UNCHECKED:
         return

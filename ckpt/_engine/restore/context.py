@@ -1,4 +1,4 @@
-"""What the items of one restore share."""
+"""The context that the items of one restore share."""
 
 from __future__ import annotations
 
@@ -15,33 +15,36 @@ from ckpt._format.manifest import Manifest
 from ckpt._plan.chunk_reads import CONCURRENT_REQUESTS
 from ckpt._settings import ArrayMemory
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import lies_in
+from ckpt.storage._manifests import files_folder
 
-# Shared requests in progress, of which the sizes have to be the same in all processes.
+# Most shared requests in progress; their sizes have to be the same in all processes.
 SHARED_REQUESTS = 4
 
 
 class RestoreContext(Struct, frozen=True):
-    """What the items of one restore share.
+    """The context that the items of one restore share.
 
     Attributes:
-        storage: Where the step is.
-        step_dir: Its directory there.
-        manifest: Its manifest.
-        engine: Handlers, and memory.
-        observers: Receive the timed phases.
+        storage: Storage of the root.
+        step_dir: Directory of the step in it.
+        manifest: Manifest of the step.
+        engine: Engine with the handlers and the memory.
+        observers: Receivers of the timed phases.
         process: Number of this process in its job.
-        processes: How many processes the job has.
-        broadcast: How they share what they read; None where each reads what it needs.
-        slots: Taken by every request in progress.
+        processes: Number of processes in the job.
+        broadcast: State of the reads that processes share; None if each process reads all that it
+            needs.
+        slots: Semaphore that limits the requests in progress.
         moved: Bytes of array data that the reads of each item take from the storage.
-        casts: By the dtypes of a cast that loses precision, how many leaves and values that are 0.
-        memory: Whose memory the arrays have on CPU devices.
-        foreign: The files of a step that another library wrote, or of a virtual one; None where all
-            are in the directory of the step.
-        checks_devices: Whether what has arrived on devices is compared with the vital signs.
-        copies: Other copies of the step, for what is damaged in this one; None without any.
-        may_read: Awaited before the first array of an item is read; None where nothing holds it up.
+        casts: The number of leaves and of values that became 0, by the two dtypes of a cast that
+            loses precision.
+        memory: Owner of the memory of arrays on CPU devices.
+        external_files: The files of a step that another library wrote, or of a virtual step; None
+            if all files are in the directory of the step.
+        checks_devices: True if the arrays on devices are compared with the vital signs.
+        copies: Other copies of the step, which replace damaged data; None without any.
+        may_read: Awaited before the first array of an item is read; None if nothing delays the
+            reads.
     """
 
     storage: Storage
@@ -56,22 +59,20 @@ class RestoreContext(Struct, frozen=True):
     moved: list[int] = field(default_factory=list)
     casts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     memory: ArrayMemory = "jax"
-    foreign: StepFiles | None = None
+    external_files: StepFiles | None = None
     checks_devices: bool = False
     copies: OtherCopies | None = None
     may_read: Callable[[], Awaitable[None]] | None = None
 
     @property
     def files(self) -> StepFiles:
-        """The files of the step."""
-        return self.foreign or OwnFiles(self.storage, self.folder)
+        return self.external_files or OwnFiles(self.storage, self.folder)
 
     @property
     def folder(self) -> str:
-        """Where the files of the step are."""
-        return lies_in(self.step_dir, self.manifest)
+        """The folder of the files of the step, relative to the root."""
+        return files_folder(self.step_dir, self.manifest)
 
     @property
     def recorder(self) -> EventRecorder:
-        """Takes the timed phases."""
         return EventRecorder("restore", self.manifest.step, self.observers)

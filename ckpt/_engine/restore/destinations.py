@@ -1,4 +1,4 @@
-"""Memory of arrays that are being read, and how stored chunks get into it."""
+"""Memory of arrays that are being read, and the copies of stored chunks into it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from ckpt._engine.codecs import decode_chunk
 from ckpt._engine.memory.buffers import Buffers
 from ckpt._engine.memory.pages import choose_pages
 from ckpt._engine.memory.thresholds import LEAST_BLANK, LESS_THAN_A_BYTE, MOST_LENT
-from ckpt._engine.restore.blank_arrays import Blank, Devices, blank_arrays, memory_of
 from ckpt._engine.restore.checks import DamagedLeaves, check_chunk
+from ckpt._engine.restore.uninitialized_arrays import (
+    Blank,
+    Devices,
+    memory_of,
+    uninitialized_arrays,
+)
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.regions import Region, addressable_regions, whole
-from ckpt._plan.chunk_reads import ChunkRead, ReadRequest, Use
+from ckpt._plan.chunk_reads import ChunkRead, ChunkUse, ReadRequest
 from ckpt._plan.slices.strides import is_one_run, stored_view, target_view
 from ckpt._plan.targets import ArrayRead, ArrayTarget, default_device
 from ckpt._settings import ArrayMemory
@@ -26,27 +31,27 @@ from ckpt.errors import CorruptCheckpointError
 
 Array = np.ndarray[Any, Any]
 
-# What stands for a part of a file that is not mapped yet.
+# Stands for a part of a file that is not mapped yet.
 _NOTHING = np.empty(0, np.uint8)
 
 
-# Thousands of them, without cycles, would set off full runs of the garbage collector.
+# gc=False: thousands of destinations, which form no cycles, would set off full collections.
 class Destination(Struct, gc=False):
-    """One array while it is read.
+    """The memory of one array while it is read.
 
     Attributes:
-        read: What is read.
-        packed: Whether that is a packed leaf, which is read as one region.
-        memory: Whose memory it has on CPU devices; `files` only if all its regions can be parts of
-            files.
-        left: Chunks still to be read.
-        regions: The distinct regions that this process needs, each with its memory. They are
-            made by `open`; a packed leaf has none.
+        read: The read that fills it.
+        packed: True for a packed leaf, which is read as one region.
+        memory: Owner of the array's memory on CPU devices; `files` only if all its regions can be
+            parts of files.
+        left: Number of chunks still to be read.
+        regions: The distinct regions that this process needs, each with its memory, as `open` makes
+            them; a packed leaf has none.
         box: The region that a packed leaf was read as.
-        packed_data: Its elements, once it is read.
-        blanks: A blank array for each device, that the regions are read into; empty where they are
+        packed_data: The elements of a packed leaf, once it is read.
+        blanks: A blank array for each device, which the regions are read into; empty if they are
             read into host buffers.
-        vanished: How many values a cast has made 0.
+        vanished: Number of values that a cast has made 0.
     """
 
     read: ArrayRead
@@ -61,38 +66,39 @@ class Destination(Struct, gc=False):
 
     @property
     def filled(self) -> Sequence[tuple[Region, Array]]:
-        """What was read: regions, each with its memory."""
+        """The regions that were read, each with its memory."""
         if self.box is None or self.packed_data is None:
             return self.regions
         return ((self.box, self.packed_data),)
 
     @property
     def is_lent(self) -> bool:
-        """Whether its buffers are used again when it has been placed.
+        """True if its buffers are reused once the array has been placed.
 
-        On CPU devices, an array that took one over could not be donated: the first step after a
-        restore would allocate the state a second time. A copy costs less, and the buffer is warm
-        for the next array; but of a large array, it would take the memory twice.
+        On CPU devices, an array that took over such a buffer could not be donated: the first step
+        after a restore would allocate the state a second time. A copy costs less, and the buffer is
+        warm for the next array. A large array is not copied, since a copy would take its memory
+        twice.
         """
         if self.memory != "jax":
-            # Packed leaves are read into the arena.
+            # Packed leaves are read into the arena, whose memory is reused.
             return self.packed and self.memory == "buffers"
         nbytes = math.prod(self.read.shape) * parse_dtype(self.read.stored).itemsize
         return self.packed or (nbytes <= MOST_LENT and _is_on_cpu(self.read.target))
 
     @property
     def is_placed(self) -> bool:
-        """Whether it is the array that is wanted already, once it is filled."""
+        """True if, once filled, it is already the wanted array."""
         return len(self.blanks) == 1 and self.read.target.sharding is None
 
     @property
     def is_padded(self) -> bool:
-        """Whether the pieces leave gaps, which are filled with zeros."""
+        """True if the pieces leave gaps, which are filled with zeros."""
         filled = sum(piece.size for piece in self.read.pieces)
         return self.read.leaf is None and filled < math.prod(self.read.shape)
 
     def open(self, buffers: Buffers) -> bool:
-        """Make the buffers; tell whether they have to be zeroed before they are used."""
+        """Make the buffers; return True if they have to be zeroed before use."""
         if self.regions or self.packed:
             return False
         value = self.read.value
@@ -114,14 +120,13 @@ class Destination(Struct, gc=False):
         return self.is_padded
 
     def clear(self) -> None:
-        """Fill the buffers with zeros."""
         for _, buffer in self.regions:
             buffer.reshape(-1).view(np.uint8)[...] = 0
 
-    def put(self, use: Use, data: Array) -> None:
-        """Copy a box of a chunk whose elements are `data` to its place."""
+    def put(self, use: ChunkUse, data: Array) -> None:
+        """Copy a box of a chunk, whose elements are `data`, to its place."""
         if self.packed:
-            # It is placed before the memory of the request is used again.
+            # The leaf is placed before the memory of the request is reused.
             self.box, self.packed_data = use.target, data
             return
         if self.memory == "files":
@@ -142,7 +147,7 @@ class Destination(Struct, gc=False):
 def add_blanks(destinations: Sequence[Destination]) -> None:
     """Let large arrays on CPU devices be read straight into memory of jax's own.
 
-    It is memory that the first step after a restore can donate, and nothing is copied into it.
+    The first step after a restore can donate such memory, and nothing is copied into it.
     """
     groups: dict[Devices, list[tuple[Destination, Blank]]] = {}
     nbytes = 0
@@ -155,7 +160,7 @@ def add_blanks(destinations: Sequence[Destination]) -> None:
     if nbytes < LEAST_BLANK:
         return
     for devices, members in groups.items():
-        made = blank_arrays([blank for _, blank in members], devices)
+        made = uninitialized_arrays([blank for _, blank in members], devices)
         if made is not None:
             choose_pages([memory_of(array) for arrays in made for array in arrays])
             for (each, _), arrays in zip(members, made, strict=True):
@@ -163,7 +168,7 @@ def add_blanks(destinations: Sequence[Destination]) -> None:
 
 
 def map_files(destinations: Sequence[Destination], chunks: Sequence[ChunkRead]) -> None:
-    """Let arrays be parts of their files where each of their regions is one chunk as it is."""
+    """Let an array be a part of its files if each of its regions is one unencoded chunk."""
     whole_chunks: set[int] = set()
     others: set[int] = set()
     for chunk in chunks:
@@ -180,7 +185,7 @@ def map_files(destinations: Sequence[Destination], chunks: Sequence[ChunkRead]) 
 
 
 def _blank_of(read: ArrayRead) -> tuple[Devices, Blank] | None:
-    """Return the devices of an array, and what a blank array on each has to be; None without."""
+    """Return the devices of an array, and the blank array for each of them; None if impossible."""
     target, dtype = read.target, parse_dtype(read.stored)
     if (
         target.kind != "jax"
@@ -211,7 +216,7 @@ def _is_on_cpu(target: ArrayTarget) -> bool:
 
 
 def _direct_view(chunk: ChunkRead, destinations: Sequence[Destination]) -> Array | None:
-    """Return the place of a chunk in the one buffer that wants all of it, or None."""
+    """Return the place of a chunk in the single buffer that wants all of it, or None."""
     if len(chunk.uses) != 1:
         return None
     (use,) = chunk.uses
@@ -232,7 +237,7 @@ def _direct_view(chunk: ChunkRead, destinations: Sequence[Destination]) -> Array
 
 
 def direct_memory(request: ReadRequest, destinations: Sequence[Destination]) -> Array | None:
-    """Return the bytes that a request can be read straight into, or None."""
+    """Return the memory that a request can be read straight into, or None."""
     chunk = request.chunks[0]
     if len(request.chunks) > 1 or not chunk.is_plain:
         return None
@@ -247,17 +252,17 @@ def deliver(
     buffers: Buffers,
     in_place: bool,
 ) -> None:
-    """Check the chunks of a request that was read into `memory`, and copy them to their places.
+    """Check the chunks of a request, whose bytes are in `memory`, and copy them to their places.
 
     Args:
         request: The request.
-        memory: Its bytes.
+        memory: Bytes of the request.
         destinations: The arrays that are read.
-        buffers: Makes memory for chunks that are encoded or padded.
-        in_place: Whether the memory is the place of the only chunk, so that nothing is copied.
+        buffers: Source of memory for chunks that are encoded or padded.
+        in_place: True if the memory is the place of the only chunk, so that nothing is copied.
 
     Raises:
-        ExceptionGroup: Of one `CorruptCheckpointError` for every chunk whose bytes were changed.
+        ExceptionGroup: One `CorruptCheckpointError` for every chunk whose bytes were changed.
     """
     damage = DamagedLeaves()
     block, first = memory.data, request.source.start
@@ -285,7 +290,7 @@ def deliver(
 
 
 def _elements(chunk: ChunkRead, stored: Array, view: Array | None, buffers: Buffers) -> Array:
-    """Return the elements of a chunk that is encoded or padded, in `view` if there is one."""
+    """Return the elements of an encoded or padded chunk, in `view` if it is given."""
     leaf, covered = chunk.leaf, chunk.covered.shape
     dtype = parse_dtype(leaf.dtype)
     if view is None:
@@ -303,7 +308,7 @@ def _elements(chunk: ChunkRead, stored: Array, view: Array | None, buffers: Buff
 
 
 def _view(buffer: Array, region: Region) -> Array:
-    # The dots: without axes, indexing would give a value instead of a view.
+    # With the ellipsis, indexing an array without axes gives a view, not a value.
     index: tuple[Any, ...] = (*region.slices, ...)
     view: Array = buffer[index]
     return view

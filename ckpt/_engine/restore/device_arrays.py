@@ -1,10 +1,10 @@
 """Device arrays from host memory: many in little time, and on CPU devices with memory of their own.
 
-`jax.device_put` has two costs that a restore feels. It takes about 35 us of Python for each array,
-and on CPU devices an array that it makes of aligned numpy memory is that memory, which jax cannot
-donate: the first step after a restore would allocate the whole state again. The function of the
-runtime that it ends in takes 6 us, and can be told to copy during the call. It is not public, so
-this is the only file that knows it, and where it is missing or refuses, `jax.device_put` is used.
+`jax.device_put` has two costs that a restore feels. It takes about 35 us of Python for each array.
+On CPU devices it turns aligned numpy memory into the array itself, and jax cannot donate such
+memory: the first step after a restore would allocate the whole state again. The runtime function
+that it ends in takes 6 us, and can copy during the call. That function is not public, so only this
+file knows it; if it is missing or refuses, `jax.device_put` is used.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ logger = logging.getLogger("ckpt")
 
 Array = np.ndarray[Any, Any]
 Devices = Sequence[jax.Device]
-# Of one array: the host memory of what each device is given.
+# Host memory of the shards of one array, one entry per device.
 Hosts = list[Array]
 _Put = Callable[["ArrayKind", Devices, Sequence[Hosts], bool], list[jax.Array]]
 
 
 class ArrayKind(Struct, frozen=True):
-    """What arrays that are made in one call have in common.
+    """The properties that arrays made in one call share.
 
     Attributes:
-        shape: Their shape.
-        dtype: Their dtype.
-        sharding: Their sharding.
-        committed: Whether jax must leave them where they are put.
+        shape: Shape of each array.
+        dtype: Dtype of each array.
+        sharding: Sharding of each array.
+        committed: True if jax must leave the arrays where they are put.
     """
 
     shape: tuple[int, ...]
@@ -49,10 +49,10 @@ def make_arrays(
     """Return arrays of the shards that this process holds.
 
     Args:
-        kind: What they are.
+        kind: Properties of the arrays.
         devices: The sharding's devices of this process.
-        arrays: What the devices are given of each array, in the same order.
-        copies: Whether the host memory is used again after the call. On CPU devices the arrays then
+        arrays: The host memory of each array's shards, in the order of the devices.
+        copies: True if the host memory is reused after the call. On CPU devices the arrays then
             have memory of their own, which jax can donate; otherwise they may be the host memory.
     """
     put = _runtime_put()
@@ -67,7 +67,7 @@ def make_arrays(
 def weakly_typed(array: jax.Array) -> jax.Array:
     """Return a weakly typed array over the same memory; no program runs, on no process.
 
-    jax has no call for that, but makes its arrays of what they are and of their parts.
+    jax has no call for that, but an array can be constructed from an abstract value and its parts.
     """
     make: Any = type(array)
     parts = [shard.data for shard in array.addressable_shards]
@@ -95,10 +95,10 @@ def _public_put(kind: ArrayKind, devices: Devices, hosts: Hosts, copies: bool) -
         free: jax.Array = jax.device_put(hosts[0])
         return free
     parts = jax.device_put(hosts, [_at_device(device, kind) for device in devices])
-    return _joined(kind, parts)
+    return _join_parts(kind, parts)
 
 
-def _joined(kind: ArrayKind, parts: Sequence[jax.Array]) -> jax.Array:
+def _join_parts(kind: ArrayKind, parts: Sequence[jax.Array]) -> jax.Array:
     return jax.make_array_from_single_device_arrays(
         kind.shape, kind.sharding, parts, dtype=kind.dtype
     )
@@ -110,7 +110,7 @@ def _at_device(device: jax.Device, kind: ArrayKind) -> jax.sharding.Sharding:
 
 @functools.cache
 def _runtime_put() -> _Put | None:
-    """Return a function that makes arrays, or None where jax does not have it."""
+    """Return a function that makes arrays; None if jax does not have it."""
     try:
         from jax._src import core
         from jax._src.lib import xla_client  # type: ignore[attr-defined]
@@ -132,9 +132,9 @@ def _runtime_put() -> _Put | None:
         return [raw(abstract, sharding, hosts, given, committed, False, how) for hosts in arrays]
 
     def in_parts(kind: ArrayKind, devices: Devices, arrays: Sequence[Hosts]) -> list[jax.Array]:
-        """Make arrays of parts: asked for several shards, the runtime refuses to copy them.
+        """Make arrays from parts: the runtime refuses to copy several shards in one call.
 
-        It (jaxlib 0.10 to 0.12) raises `bad_function_call`.
+        jaxlib 0.10 to 0.12 raises `bad_function_call`.
         """
         shape = kind.sharding.shard_shape(kind.shape)
         parts = [
@@ -146,7 +146,7 @@ def _runtime_put() -> _Put | None:
             )
             for position, device in enumerate(devices)
         ]
-        return [_joined(kind, each) for each in zip(*parts, strict=True)]
+        return [_join_parts(kind, each) for each in zip(*parts, strict=True)]
 
     return put
 

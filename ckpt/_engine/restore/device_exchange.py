@@ -1,8 +1,8 @@
 """The exchange over devices: host bytes of every process go to all processes of its group.
 
-It is one program on the devices of all processes, an all-gather. Any thread may compile it, but it
-runs on the caller's, as the programs of training do, so that all processes run their programs in
-the same order.
+The exchange is one program on the devices of all processes, an all-gather. Any thread may compile
+it, but it runs on the caller's thread, as training programs do, so that all processes run their
+programs in the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]
 
 _spec: Callable[..., PartitionSpec] = PartitionSpec
 
-# CPU devices take over memory that begins at such an address without a copy.
+# CPU devices take over memory at addresses of this alignment without a copy.
 _ALIGNMENT = 64
 
 
@@ -43,15 +43,15 @@ class DeviceExchange:
         caller: CallingThread,
         seconds: float,
     ) -> None:
-        """Exchange at least `nbytes` in every group.
+        """Prepare to exchange at least `nbytes` in every group.
 
         Args:
             grouping: The groups; the same on all processes.
             process: Number of this process.
             nbytes: The largest number of bytes of a batch, the same on all processes.
-            buffers: Makes the memory that is exchanged.
-            caller: Runs the program.
-            seconds: How long the exchange may take once all processes have agreed to run it.
+            buffers: Source of the memory that is exchanged.
+            caller: Thread that runs the program.
+            seconds: Time limit of the exchange once all processes have agreed to run it.
         """
         self._grouping = grouping
         self._process = process
@@ -91,7 +91,7 @@ class DeviceExchange:
         `share` must not change from now on.
 
         Raises:
-            CoordinationError: jax cannot; the devices may lack the memory.
+            CoordinationError: jax failed; the devices may lack the memory.
         """
         given: jax.Array = await self._attempt(partial(_in_thread, self._put, share))
         return given
@@ -99,14 +99,14 @@ class DeviceExchange:
     async def exchange(self, given: jax.Array) -> Array:
         """Return the shares of the group; all processes call this once all have agreed to.
 
-        Shield it from cancellation: the others wait for this process.
+        Shield this call from cancellation: the others wait for this process.
 
         Args:
             given: The result of `put`.
 
         Raises:
             CoordinationError: A process has ended, or jax failed.
-            CoordinationTimeoutError: It takes too long.
+            CoordinationTimeoutError: The exchange takes too long.
         """
         with anyio.move_on_after(self._seconds):
             gathered: Array = await self._attempt(partial(self._exchange, given))
@@ -142,12 +142,13 @@ class DeviceExchange:
         everywhere = NamedSharding(apart.mesh, _spec())
         abstract: Callable[..., Any] = jax.ShapeDtypeStruct
         given = abstract(self._shape(), np.uint8, sharding=apart)
-        # Adding zero makes XLA's CPU client run the program on a thread of its own. Programs of
-        # less than 1,000 operations (PjRtCpuExecutable in xla/pjrt/cpu/cpu_client.cc) it considers
-        # cheap and runs on the calling thread, which would then wait for all processes.
+        # Adding zero makes XLA's CPU client run the program on a thread of its own. The client
+        # considers programs of less than 1,000 operations cheap (PjRtCpuExecutable in
+        # xla/pjrt/cpu/cpu_client.cc) and runs them on the calling thread, which would then wait for
+        # all processes.
         program = jax.jit(lambda array, zero: array + zero, out_shardings=together)
         compiled = program.lower(given, abstract((), np.uint8, sharding=everywhere)).compile()
-        # On the devices beforehand: the caller's thread may have a transfer guard.
+        # Put on the devices in advance: the caller's thread may have a transfer guard.
         zeros = jax.device_put([np.uint8(0)] * self._lanes, self._places())
         zero = jax.make_array_from_single_device_arrays((), everywhere, zeros)
         return lambda array: compiled(array, zero)
@@ -187,5 +188,5 @@ class DeviceExchange:
 
 
 async def _in_thread(function: Callable[..., T], *args: Any) -> T:
-    # Abandoned when cancelled, since it may wait for devices forever.
+    # The thread is abandoned on cancellation, since it may wait for devices forever.
     return await run_in_thread(partial(function, *args), abandon_on_cancel=True)

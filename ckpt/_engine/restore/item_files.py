@@ -1,4 +1,4 @@
-"""The files of an item other than array data, read as a whole and checked."""
+"""The files of an item other than array data, read whole and checked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import host_memory_bytes
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
 
-# A file up to this size is hashed on the loop: a change of threads would take longer.
+# Largest file that is hashed on the loop: a change of threads would take longer.
 _SMALL_BYTES = 1 << 20
 
 
@@ -44,10 +44,10 @@ async def read_item_file(restore: RestoreContext, item: str, path: str) -> bytes
 
 
 async def _checked(files: StepFiles, name: str, known: FileEntry, where: str) -> bytes:
-    """Read a file of a step as its manifest knows it.
+    """Read a file of a step and check it against its entry `known` in the manifest.
 
     Raises:
-        CorruptCheckpointError: It is missing, or was changed.
+        CorruptCheckpointError: The file is missing, or was changed.
     """
     data = await files.read(name, known.size)
     problem = None
@@ -68,7 +68,7 @@ async def _checked(files: StepFiles, name: str, known: FileEntry, where: str) ->
 async def _read_elsewhere(
     restore: RestoreContext, item: str, path: str, known: FileEntry, first: Exception
 ) -> bytes | None:
-    """Return the file from the nearest other copy that has it whole; None if there is none."""
+    """Return the file from the nearest other copy that has it intact; None if there is none."""
     if restore.copies is None:
         return None
     name = f"{item}/{path}"

@@ -1,7 +1,7 @@
 """The reader of one item: stored chunks to host buffers to devices.
 
-Every stored chunk that is needed is read once and checked against its digest, and its bytes go to
-each region of each array that wants them. Finished arrays are copied to their devices, and their
+Each stored chunk that is needed is read once and checked against its digest, and its bytes go to
+every region of every array that wants them. Finished arrays are copied to their devices, and their
 buffers serve the next ones.
 """
 
@@ -32,7 +32,9 @@ from ckpt._engine.restore.placement import loses_precision, place
 from ckpt._engine.restore.shared_reads import BlockReader, SharedReads
 from ckpt._engine.restore.step_files import ItemElsewhere
 from ckpt._engine.signs.restored_arrays import check_arrays
+from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import ItemEntry
+from ckpt._format.regions import Region, whole
 from ckpt._plan.chunk_reads import (
     COALESCED_BYTES,
     ChunkRead,
@@ -45,11 +47,14 @@ from ckpt._plan.chunk_reads import (
 )
 from ckpt._plan.multihost.per_process import ProcessPart, own_path
 from ckpt._plan.multihost.read_groups import Grouping
-from ckpt._plan.targets import ArrayRead
+from ckpt._plan.slices.array_slices import ArraySlice
+from ckpt._plan.targets import ArrayRead, ArrayTarget
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import ArrayMemory
 from ckpt.errors import CorruptCheckpointError, StorageError, located
+from ckpt.handlers._base import ItemReader
 from ckpt.storage._base import MapsFiles
+from ckpt.storage._manifests import while_read
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
@@ -59,15 +64,16 @@ class _ReadState:
     """The state of one call of `read`.
 
     Attributes:
-        destinations: The arrays that are read, by number.
-        requests: What is read, by the processes that share it; None stands for this one alone.
-        results: The arrays that are done, by number.
+        destinations: The memory of each array, by number of the read.
+        requests: The requests, by the group of processes that shares them; None for those that this
+            process carries out alone.
+        results: The finished arrays, by number of the read.
         damage: The damage found so far.
     """
 
     def __init__(self, entry: ItemEntry, reads: Sequence[ArrayRead], memory: ArrayMemory) -> None:
         leaves = list(entry.leaves)
-        # Those that can be are mapped later; all others have buffers then.
+        # Mappable arrays are mapped later; the rest get buffers.
         until_mapped: ArrayMemory = "buffers" if memory == "files" else memory
         self.destinations = [
             Destination(
@@ -80,7 +86,7 @@ class _ReadState:
         self.damage = DamagedLeaves()
 
     def is_mapped(self, request: ReadRequest) -> bool:
-        """Tell whether arrays of a request are parts of their files."""
+        """Return True if arrays of a request are parts of their files."""
         return any(
             self.destinations[use.read].memory == "files"
             for chunk in request.chunks
@@ -88,12 +94,12 @@ class _ReadState:
         )
 
     def count(self, request: ReadRequest) -> list[int]:
-        """Count the chunks of a request as done; return the arrays that are complete with them."""
+        """Count the chunks of a request as done; return the arrays that they complete."""
         complete: list[int] = []
         destinations = self.destinations
         for chunk in request.chunks:
             uses = chunk.uses
-            # Thousands of chunks are one array each.
+            # Fast path: most chunks belong to one array.
             for number in (uses[0].read,) if len(uses) == 1 else {use.read for use in uses}:
                 destination = destinations[number]
                 destination.left -= 1
@@ -106,7 +112,6 @@ class EngineItemReader:
     """The engine's `ItemReader` for one item."""
 
     def __init__(self, restore: RestoreContext, item: str, part: ProcessPart) -> None:
-        """Read `part` of the item called `item`."""
         self.item = item
         self.process = restore.process
         self.processes = restore.processes
@@ -139,7 +144,10 @@ class EngineItemReader:
         total = sum(each.nbytes for requests in work.requests.values() for each in requests)
         self._recorder.planned(began_ns, total)
         self._restore.moved.append(total)
-        await self._place_without_chunks(work)
+        # No chunk has to be read for these arrays.
+        empty = [number for number, each in enumerate(work.destinations) if not each.left]
+        await self._open(work.destinations[number] for number in empty)
+        await self._place(empty, work)
         await self._read_requests(work.requests.pop(None), self._read_block, work)
         work.damage.raise_if_any()
         for grouping, requests in work.requests.items():
@@ -152,7 +160,7 @@ class EngineItemReader:
         return work.results
 
     def _planned(self, entry: ItemEntry, reads: Sequence[ArrayRead]) -> _ReadState:
-        """Return the requests that read the arrays, and the arrays before anything is read."""
+        """Return the requests that read the arrays, and their destinations, still unfilled."""
         memory = self._restore.memory
         work = _ReadState(entry, reads, memory)
         chunks = plan_chunk_reads(entry.leaves, reads)
@@ -179,16 +187,10 @@ class EngineItemReader:
             work.requests[readers] = plan_requests(own, files, limit)
         return work
 
-    async def _place_without_chunks(self, work: _ReadState) -> None:
-        """Place the arrays for which nothing has to be read."""
-        empty = [number for number, each in enumerate(work.destinations) if not each.left]
-        await self._open(work.destinations[number] for number in empty)
-        await self._place(empty, work)
-
     async def _read_shared(
         self, grouping: Grouping, requests: Sequence[ReadRequest], work: _ReadState
     ) -> None:
-        """Carry out requests together with the processes that need the same."""
+        """Carry out requests together with the processes that need the same bytes."""
 
         async def take(read_block: BlockReader, numbers: range) -> None:
             await self._read_requests([requests[each] for each in numbers], read_block, work)
@@ -211,7 +213,7 @@ class EngineItemReader:
             for request in requests:
                 await slots.acquire()
                 try:
-                    # Not before they are due: their memory is needed from now on.
+                    # Opened only when they are due: from now on they take memory.
                     await self._open(
                         work.destinations[use.read]
                         for chunk in request.chunks
@@ -244,9 +246,9 @@ class EngineItemReader:
                     block = await engine.arena.allocate(nbytes)
                     memory = block.memory
                 elif memory is None:
-                    # Little: the arena is not reserved for it, and it waits for no save. Or a chunk
-                    # written with a larger budget than this reader's, which still has to be whole
-                    # in memory to be checked.
+                    # A small request reserves no part of the arena and waits for no save. A larger
+                    # one is a chunk that was written with a larger budget than this reader's; it
+                    # still has to be whole in memory to be checked.
                     memory = engine.buffers.empty((nbytes,), np.dtype(np.uint8))
                 with self._recorder.phase("read", request.nbytes):
                     async with self._or_elsewhere(request, work):
@@ -291,9 +293,9 @@ class EngineItemReader:
         """Read the bytes of a request into memory, check them, bring them to their places.
 
         Raises:
-            CorruptCheckpointError: The file is not there.
-            ExceptionGroup: Of one `CorruptCheckpointError` for every chunk that is damaged; the
-                others are at their places.
+            CorruptCheckpointError: The file does not exist.
+            ExceptionGroup: One `CorruptCheckpointError` for every damaged chunk; the other chunks
+                are at their places.
         """
         source, buffers = request.source, self._restore.engine.buffers
 
@@ -307,10 +309,10 @@ class EngineItemReader:
 
     @contextlib.asynccontextmanager
     async def _or_elsewhere(self, request: ReadRequest, work: _ReadState) -> AsyncIterator[None]:
-        """Read what the body finds damaged from other copies of the step, if there are any.
+        """Read chunks that the body finds damaged from other copies of the step, if there are any.
 
         Raises:
-            Exception: What the body raises, of the chunks that no other copy has whole.
+            Exception: The error of the body, reduced to the chunks that no other copy has intact.
         """
         copies = self._restore.copies
         try:
@@ -329,7 +331,7 @@ class EngineItemReader:
     async def _read_from(
         self, copy: ItemElsewhere, chunks: Sequence[ChunkRead], work: _ReadState
     ) -> tuple[list[str], list[ChunkRead]]:
-        """Read chunks from another copy; return the names of leaves, and the chunks it lacks."""
+        """Read chunks from another copy; return the leaves read there, and the chunks left over."""
         there, left = chunks_elsewhere(chunks, copy.leaves)
         engine, read_block = self._restore.engine, copy.step.files.read_block
         names: list[str] = []
@@ -337,7 +339,8 @@ class EngineItemReader:
             memory = direct_memory(request, work.destinations)
             in_place = memory is not None
             if memory is None:
-                # The arena may be waiting for what this request has of it.
+                # Not from the arena: this request may hold a block of it, and a second one could
+                # deadlock.
                 memory = engine.buffers.empty((request.source.nbytes,), np.dtype(np.uint8))
             bad: Sequence[ChunkRead] = ()
             try:
@@ -361,7 +364,7 @@ class EngineItemReader:
             else:
                 placed = await self.in_thread(place, complete)
         for each in complete:
-            # What was lent can be used again.
+            # The lent memory can be reused from now on.
             each.regions, each.blanks, each.packed_data = (), (), None
             if loses_precision(each.read):
                 dtypes = each.read.stored, each.read.target.dtype.name
@@ -370,6 +373,39 @@ class EngineItemReader:
                 counts[1] += each.vanished
         for number, value in zip(numbers, placed, strict=True):
             work.results[number] = value
+
+
+class RegionReader:
+    """Reads regions of the arrays of one item, as numpy arrays of their stored dtypes."""
+
+    def __init__(self, restore: RestoreContext, item: str, reader: ItemReader | None) -> None:
+        """Read through `reader`; None reads the item as it is stored."""
+        self._restore = restore
+        self._item = item
+        self._entry = restore.manifest.items[item]
+        self._reader = reader or EngineItemReader(restore, item, ProcessPart(self._entry))
+
+    async def read(self, wanted: Sequence[tuple[int, Region]]) -> list[Array]:
+        """Return regions, each of the leaf with this number.
+
+        Raises:
+            CorruptCheckpointError: A chunk is missing or was changed; names the leaf.
+            StepDeletedError: The step was deleted or replaced meanwhile.
+        """
+        manifest = self._restore.manifest
+        reads = [self._read_of(number, region) for number, region in wanted]
+        async with while_read(self._restore.storage, self._restore.step_dir, manifest):
+            with located(step=manifest.step, item=self._item):
+                return await self._reader.read(self._entry, reads)
+
+    def _read_of(self, number: int, region: Region) -> ArrayRead:
+        leaf = self._entry.leaves[number]
+        dtype = leaf.dtype or ""
+        target = ArrayTarget("numpy", parse_dtype(dtype))
+        if region.shape == tuple(leaf.shape):
+            return ArrayRead(target, region.shape, dtype, number, leaf.name)
+        piece = ArraySlice(number, region, whole(region.shape))
+        return ArrayRead(target, region.shape, dtype, None, leaf.name, (piece,))
 
 
 async def _read_singly(
@@ -383,14 +419,14 @@ async def _read_singly(
 
     Args:
         request: The request.
-        read_block: Reads bytes of files.
-        memory: What it is read into.
-        first: Why it could not be read at once.
-        delivered: Checks the chunks that are there, and brings them to their places.
+        read_block: Function that reads bytes of files.
+        memory: Memory of the whole request.
+        first: The error of reading the request in one call.
+        delivered: Function that checks the chunks in memory, and brings them to their places.
 
     Raises:
-        CorruptCheckpointError: The file is not there.
-        ExceptionGroup: Of one `CorruptCheckpointError` for every chunk that is damaged.
+        CorruptCheckpointError: The file does not exist.
+        ExceptionGroup: One `CorruptCheckpointError` for every damaged chunk.
     """
     chunks, source = request.chunks, request.source
     if len(chunks) == 1 or isinstance(first.__cause__, FileNotFoundError | NotADirectoryError):
@@ -409,7 +445,7 @@ async def _read_singly(
 
 
 def _locate(error: CorruptCheckpointError, request: ReadRequest) -> None:
-    """Name the first leaf of a request that could not be read, and say how many there are."""
+    """Name the first leaf of a request that could not be read, and add the number of its chunks."""
     chunks = request.chunks
     error.locate(leaf=chunks[0].leaf.name)
     if len(chunks) > 1:

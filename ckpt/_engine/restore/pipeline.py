@@ -3,7 +3,7 @@
 The stages of one read, from the item to the bytes and back:
 
     restore_items            pipeline       every wanted item at once
-      Handler.load           handlers       which arrays, and what each comes back as
+      Handler.load           handlers       which arrays, and the form of each result
         EngineItemReader.read  item_reader
           plan_chunk_reads     chunk_reads  arrays -> stored chunks, each once
           plan_requests        chunk_reads  chunks -> requests: byte ranges of data files
@@ -12,12 +12,13 @@ The stages of one read, from the item to the bytes and back:
             open               destinations   host buffers of the arrays that are due
             read_block         storage        bytes -> their place, or arena
             deliver            destinations   decode, check digests, copy out of the arena
-            _or_elsewhere      item_reader    what is damaged, from other copies of the step
+            _or_elsewhere      item_reader    damaged chunks, from other copies of the step
             place              placement      complete arrays -> devices
       Handler.load                          arrays -> the tree
 
-Where processes share what they read, `shared_reads` comes between the requests and the storage: the
-members of a group read a part each, exchange, and carry out their requests from memory.
+If processes share their reads, `shared_reads` comes between the requests and the storage: each
+member of a group reads a part, all exchange their parts, and each carries out its requests from
+memory.
 """
 
 from __future__ import annotations
@@ -26,29 +27,31 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import anyio
 from msgspec import Struct
 
 from ckpt._arguments import shown
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.item_reader import EngineItemReader
-from ckpt._format.manifest import ItemEntry
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.multihost.per_process import pick
-from ckpt._runtime.interpreter import quick_switches
+from ckpt._runtime.interpreter import short_switch_interval
+from ckpt._runtime.tasks import for_each
+from ckpt._tree.leaf_kinds import UNREADABLE
+from ckpt._tree.suggestions import near_miss
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import ItemReader, errors_of
 from ckpt.storage._base import MapsFiles
+from ckpt.storage._manifests import while_read
 
 logger = logging.getLogger("ckpt")
 
 
 class ItemTarget(Struct, frozen=True):
-    """How one item is wanted.
+    """The form in which one item is wanted.
 
     Attributes:
         like: The target, or None for the item as it was saved.
-        adapt: What may differ between the two.
+        adapt: Differences that are allowed between the target and the item.
     """
 
     like: Any
@@ -58,20 +61,21 @@ class ItemTarget(Struct, frozen=True):
 async def restore_items(
     restore: RestoreContext,
     wanted: Mapping[str, ItemTarget],
-    through: Callable[[EngineItemReader, ItemEntry], ItemReader] | None = None,
+    reader_of: Callable[[str], ItemReader] | None = None,
 ) -> dict[str, Any]:
     """Return the wanted items of a committed step by name, loaded concurrently.
 
     In a job of several processes each one loads its own part and waits for no other, unless they
-    share what they read. Then items are loaded one after the other, in the same order everywhere.
+    share their reads. Then items are loaded one after the other, in the same order everywhere.
 
-    With `through`, handlers read by what it makes of the reader of an item.
+    `reader_of` returns the reader of an item, instead of one for the item as it is stored.
 
-    An item that fails stops the others. What they have set on objects by then (see
-    `StatefulHandler`) stays.
+    An item that fails stops the others. Changes that they have made to objects by then stay (see
+    `StatefulHandler`).
 
     Raises:
-        CheckpointError: What went wrong, with step and item.
+        CheckpointError: The failure, with step and item.
+        StepDeletedError: The step was deleted or replaced meanwhile.
     """
     manifest = restore.manifest
     unknown = sorted(set(wanted) - set(manifest.items))
@@ -84,29 +88,32 @@ async def restore_items(
             else f"the step has {names}"
         )
         raise InvalidArgumentError(
-            f"there is no item {', '.join(unknown)}; {has}", step=manifest.step
+            f"there is no item {', '.join(unknown)}{near_miss(unknown[0], manifest.items)}; {has}",
+            step=manifest.step,
         )
     if restore.memory == "files":
         _check_mappable(restore)
     found: dict[str, Any] = dict.fromkeys(wanted)
 
-    async def load(name: str, want: ItemTarget) -> None:
-        handler = restore.engine.handlers.named(manifest.items[name].handler, name)
+    async def load(name: str) -> None:
+        want, entry = wanted[name], manifest.items[name]
+        if entry.handler in UNREADABLE:
+            raise UNREADABLE[entry.handler](str(entry.data), item=name)
+        handler = restore.engine.handlers.named(entry.handler, name)
         with errors_of(handler, name, "load it"):
             part = pick(manifest, name, restore.process, restore.processes)
             plain = EngineItemReader(restore, name, part)
-            reader = plain if through is None else through(plain, part.entry)
+            reader = plain if reader_of is None else reader_of(name)
             found[name] = await handler.load(part.entry, want.like, want.adapt, reader)
 
-    with located(step=manifest.step), quick_switches():
-        if restore.broadcast is not None:
-            for name in sorted(wanted):
-                await load(name, wanted[name])
-            await restore.broadcast.finish()
-        else:
-            async with anyio.create_task_group() as tasks:
-                for name, want in wanted.items():
-                    tasks.start_soon(load, name, want)
+    async with while_read(restore.storage, restore.step_dir, manifest):
+        with located(step=manifest.step), short_switch_interval():
+            if restore.broadcast is not None:
+                for name in sorted(wanted):
+                    await load(name)
+                await restore.broadcast.finish()
+            else:
+                await for_each(load, wanted)
     if restore.casts:
         logger.info(
             "the target has other dtypes than step %s: %s",
@@ -122,7 +129,7 @@ async def restore_items(
 
 def _check_mappable(restore: RestoreContext) -> None:
     advice = "Leave memory= out, or pass memory='buffers'"
-    if restore.foreign is not None:
+    if restore.external_files is not None:
         raise InvalidArgumentError(
             "memory='files' maps files of this library; these were written by another one. "
             + advice

@@ -1,7 +1,7 @@
-"""Placement: host buffers become what the target asks for, jax arrays on their devices or numpy.
+"""Placement: host buffers become the arrays that the target asks for, of jax or of numpy.
 
 An array over several processes is made of the parts on this process's own devices: no program runs,
-nothing is compared with the other processes, and none of them is waited for.
+nothing is compared with the other processes, and this process waits for none of them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 from msgspec import Struct, field
 
 from ckpt._engine.memory.casts import cast
-from ckpt._engine.restore.blank_arrays import memory_of
 from ckpt._engine.restore.destinations import Destination
 from ckpt._engine.restore.device_arrays import ArrayKind, Hosts, make_arrays, weakly_typed
+from ckpt._engine.restore.uninitialized_arrays import memory_of
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.regions import Region, addressable_regions
 from ckpt._plan.targets import PYTHON_TYPES, ArrayRead, ArrayTarget, default_device
@@ -27,11 +27,11 @@ from ckpt.errors import TargetMismatchError
 
 Array = np.ndarray[Any, Any]
 
-# Pages that an array of its own may keep alive beyond its end.
+# Most bytes beyond its own that the memory of a numpy array may keep alive.
 _SLACK = 4096
-# Values of a cast that are looked at together.
+# Values of a cast that are checked together.
 _PIECE = 1 << 20
-# Arrays that are made together. The lists for thousands at once would call the garbage collector.
+# Arrays made in one call. Lists of thousands at once would set off the garbage collector.
 _AT_ONCE = 256
 
 
@@ -39,12 +39,12 @@ class _Alike(Struct):
     """Arrays that are made in one call.
 
     Attributes:
-        kind: What they are.
-        devices: Those of this process that hold them.
-        regions: What these devices hold, and the positions of those that hold it.
-        copies: Whether the memory that they were read into is lent.
-        is_cast: Whether they are stored in another dtype.
-        numbers: Their numbers.
+        kind: Properties of the arrays.
+        devices: The devices of this process that hold them.
+        regions: The regions that these devices hold, each with the positions of its devices.
+        copies: True if the memory that they were read into is lent.
+        is_cast: True if they are stored in another dtype.
+        numbers: Numbers of the arrays.
     """
 
     kind: ArrayKind
@@ -55,7 +55,7 @@ class _Alike(Struct):
     numbers: list[int] = field(default_factory=list)
 
     def hosts(self, complete: Destination) -> Hosts:
-        """Return what the devices are given of an array."""
+        """Return the host memory of each device's part of an array."""
         regions = complete.filled
         if self.is_cast:
             regions = [(region, _cast(buffer, complete)) for region, buffer in regions]
@@ -63,12 +63,12 @@ class _Alike(Struct):
         return [regions[0][1]] if is_one else self._shards(regions)
 
     def _shards(self, found: Sequence[tuple[Region, Array]]) -> Hosts:
-        """Return what each device is given of an array: a part, or one of what was read whole."""
+        """Return the part of each device: a region that was read, or a slice of the whole array."""
         buffers, shape = dict(found), self.kind.shape
         whole = next((buffer for region, buffer in found if region.shape == shape), None)
         shards: list[Any] = [None] * len(self.devices)
         for region, positions in self.regions:
-            # The dots: without axes, indexing would give a value instead of a view.
+            # With the ellipsis, indexing an array without axes gives a view, not a value.
             index: tuple[Any, ...] = (*region.slices, ...)
             part = buffers[region] if whole is None else whole[index]
             for position in positions:
@@ -77,20 +77,20 @@ class _Alike(Struct):
 
 
 def place(complete: Sequence[Destination]) -> list[Any]:
-    """Return arrays as they are wanted, from the memory that they were read into.
+    """Return the wanted arrays, made from the memory that they were read into.
 
     Host buffers that are not lent belong to their array from now on.
 
     Raises:
-        TargetMismatchError: A value does not fit the integer dtype wanted; names the leaf.
+        TargetMismatchError: A value does not fit the wanted integer dtype; names the leaf.
     """
     placed: list[Any] = [None] * len(complete)
-    # Thousands of arrays have a few targets, which are the same objects.
+    # Grouped: thousands of arrays have a few targets, which are the same objects.
     groups: dict[tuple[object, ...], _Alike] = {}
     for number, each in enumerate(complete):
         read = each.read
         if each.blanks:
-            placed[number] = _joined(read, each.blanks)
+            placed[number] = _join_parts(read, each.blanks)
         elif read.target.kind in ("jax", "key"):
             likeness = (id(read.target), read.shape, read.stored, each.packed)
             alike = groups.get(likeness)
@@ -111,7 +111,7 @@ def place(complete: Sequence[Destination]) -> list[Any]:
 
 
 def _alike(each: Destination) -> _Alike:
-    """Return the arrays that are like one, without any."""
+    """Return an empty group for arrays that are like `each`."""
     read, target = each.read, each.read.target
     sharding, devices = target.sharding, [default_device()]
     is_committed = sharding is not None
@@ -126,19 +126,19 @@ def _alike(each: Destination) -> _Alike:
 
 
 def _on_host(each: Destination) -> Any:
-    """Return an array of numpy, or a scalar."""
+    """Return a numpy array, or a scalar."""
     kind = each.read.target.kind
     ((_, buffer),) = each.filled
     host = _cast(buffer, each)
     if kind == "numpy":
-        # Memory of its own: a part of a larger buffer would keep all of that alive.
+        # The array gets memory of its own: a view would keep all of a larger buffer alive.
         is_own = _owns(host) and host.flags.writeable and not each.is_lent
         return host if is_own else host.copy()
     return host[()] if kind == "numpy_scalar" else PYTHON_TYPES[kind](host[()])
 
 
-def _joined(read: ArrayRead, parts: Sequence[jax.Array]) -> jax.Array:
-    """Return the array of what each device was given, once the replicas have it too."""
+def _join_parts(read: ArrayRead, parts: Sequence[jax.Array]) -> jax.Array:
+    """Return the array of the parts of the devices, after filling the replicas."""
     sharding = read.target.sharding
     if sharding is None:
         (array,) = parts
@@ -157,7 +157,7 @@ def _at_device(device: jax.Device) -> jax.sharding.SingleDeviceSharding:
 
 
 def _cast(host: Array, each: Destination) -> Array:
-    """Return a buffer in the dtype that is wanted; integers never wrap around.
+    """Return a buffer in the wanted dtype; integers never wrap around.
 
     Raises:
         TargetMismatchError: A value does not fit; names the leaf.
@@ -167,12 +167,12 @@ def _cast(host: Array, each: Destination) -> Array:
     if host.dtype == dtype:
         return host
     if jnp.issubdtype(dtype, jnp.integer) and host.size and not _holds_all(host.dtype, dtype):
-        # As a dtype that can be compared; what narrower ones hold, it does.
+        # Narrow dtypes are compared as a wider one, which holds all of their values.
         wider = np.int16 if jnp.issubdtype(host.dtype, jnp.integer) else np.float32
         wide = host if host.dtype.itemsize > 1 else host.astype(wider)
         least, most = wide.min(), wide.max()
         low, high = _bounds(dtype)
-        # A NaN is not between them either.
+        # NaN fails this comparison, too.
         if not (low <= least and most <= high):
             raise TargetMismatchError(
                 f"stored {host.dtype} values from {least} to {most}, which {dtype} does not hold "
@@ -186,17 +186,17 @@ def _cast(host: Array, each: Destination) -> Array:
 
 
 def loses_precision(read: ArrayRead) -> bool:
-    """Tell whether values are rounded because the dtype of the target says so, and nothing else."""
+    """Return True if values are rounded only because the target has another dtype."""
     stored, target = parse_dtype(read.stored), read.target
     is_narrower = stored != target.dtype and target.dtype.itemsize <= stored.itemsize
     return is_narrower and not target.is_cast and bool(jnp.issubdtype(target.dtype, jnp.inexact))
 
 
 def _vanished(host: Array, made: Array, read: ArrayRead) -> int:
-    """Return how many values a cast has made 0.
+    """Return the number of values that a cast has made 0.
 
     Raises:
-        TargetMismatchError: It has made one infinite, or NaN; names the leaf.
+        TargetMismatchError: The cast has made a value infinite, or NaN; names the leaf.
     """
     count, before, after = 0, host.reshape(-1), made.reshape(-1)
     for start in range(0, host.size, _PIECE):
@@ -214,7 +214,7 @@ def _vanished(host: Array, made: Array, read: ArrayRead) -> int:
 
 
 def _finished(array: jax.Array, target: ArrayTarget) -> jax.Array:
-    """Return a placed array as a PRNG key, or weakly typed, where it was one."""
+    """Return a placed array as a PRNG key or weakly typed, as the target asks."""
     if target.kind == "key":
         keys: jax.Array = jax.random.wrap_key_data(array, impl=target.impl)
         return keys
@@ -222,7 +222,7 @@ def _finished(array: jax.Array, target: ArrayTarget) -> jax.Array:
 
 
 def _owns(array: Array) -> bool:
-    """Tell whether the memory that an array keeps alive is about as large as itself."""
+    """Return True if the memory that an array keeps alive is about as large as itself."""
     memory = array
     while isinstance(memory.base, np.ndarray):
         memory = memory.base

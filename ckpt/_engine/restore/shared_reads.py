@@ -1,9 +1,9 @@
 """Shared reads: each byte is read by one process of a job and exchanged with the others.
 
 The requests of a group of processes are cut into batches. For each batch every member reads its
-share into host memory. Once all processes have said that theirs is read, they exchange, and each
-carries out its requests from memory as if it had read the files. Digests are compared at that
-point, which checks the exchange as well.
+share into host memory. Once all processes have announced that their shares are read, they exchange
+the shares, and each carries out its requests from memory as if it had read the files. Digests are
+compared at that point, which checks the exchange as well.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from ckpt._plan.multihost.read_groups import (
 from ckpt._plan.targets import ArrayRead
 from ckpt._plan.write_batches import BATCH_BYTES
 from ckpt._runtime.futures import CallingThread
+from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt.coordination._collectives import gathered, together
 from ckpt.coordination._operation import Operation
@@ -47,28 +48,29 @@ from ckpt.errors import CoordinationError, CorruptCheckpointError
 Array = np.ndarray[Any, Any]
 # Fills memory with bytes of a file of the step, from an offset on.
 FileReader = Callable[[str, int, memoryview], Awaitable[None]]
-# The same, and then calls a function in a thread.
+# The same, followed by a call of a function in a thread.
 BlockReader = Callable[[str, int, memoryview, Callable[[], None]], Awaitable[None]]
 
-# Copies up to this size are done on the loop, since handing them to a thread takes as long.
+# Largest copy that is done on the loop, since handing it to a thread takes as long.
 _SMALL_BYTES = 256 << 10
-# A share is read in parts: large enough to use a request well, few enough to bound the memory.
+# Size in which a share is read: large enough for an efficient request, small enough to bound the
+# memory.
 _PART_BYTES = 16 << 20
 _CONCURRENT_PARTS = 4
-# Several rounds let reading and exchanging overlap; short rounds would mostly be waiting.
+# Several rounds let reading and exchanging overlap; short rounds would be mostly waiting.
 _FEWEST_ROUNDS = 4
 _LEAST_BATCH_BYTES = 32 << 20
 
 
 class Broadcast(Struct):
-    """How the processes share the reads of one restore.
+    """The state that the processes share for the reads of one restore.
 
     Attributes:
         peers: The processes.
-        operation: The restore.
-        nbytes: How many bytes of host memory each process may use for it, beyond the arrays.
-        caller: Runs programs on the thread that restores.
-        turns: How often reads were shared so far; the same on all processes.
+        operation: The coordinated operation of the restore.
+        nbytes: Bytes of host memory that each process may use for the exchange, beyond the arrays.
+        caller: Runner of programs on the thread that restores.
+        turns: Number of shared reads so far; the same on all processes.
     """
 
     peers: Peers
@@ -78,7 +80,7 @@ class Broadcast(Struct):
     turns: int = 0
 
     def capacity(self, grouping: Grouping) -> int:
-        """Return the largest size of a batch; two shares of the next ones need room beside it."""
+        """Return the largest size of a batch; memory also has to hold two shares of later ones."""
         return self.nbytes * grouping.members // (grouping.members + 2)
 
     def groupings(
@@ -91,7 +93,8 @@ class Broadcast(Struct):
         Args:
             leaves: The stored leaves.
             reads: The arrays.
-            is_common: Whether all processes read the same leaves, not each those that it saved.
+            is_common: True if all processes read the same leaves; False if each reads the leaves
+                that it saved.
         """
         count = self.peers.count
         own = grouping_of_all(jax.devices(), count) if is_common else None
@@ -102,10 +105,10 @@ class Broadcast(Struct):
         }
 
     async def finish(self) -> None:
-        """Tell the others that nothing more is shared, so that none waits for this process.
+        """Announce that this process shares no more reads, so that no other waits for it.
 
         Raises:
-            CoordinationError: Another process has more to share.
+            CoordinationError: Another process has more reads to share.
         """
         every = await gathered(self.operation, None, _turn_name(self.turns))
         for process, each in enumerate(every):
@@ -113,7 +116,7 @@ class Broadcast(Struct):
                 raise _different(self.peers.index, process, "it would share more of them")
 
     def request_bytes(self, grouping: Grouping, concurrent: int) -> int:
-        """Return the largest size of a coalesced request, `concurrent` of which are in progress."""
+        """Return the largest size of a coalesced request if `concurrent` are in progress."""
         share = self.peers.budget_bytes // concurrent
         return max(min(BATCH_BYTES, share, self.capacity(grouping) // 2), 1)
 
@@ -128,7 +131,6 @@ class SharedReads:
         buffers: Buffers,
         recorder: EventRecorder,
     ) -> None:
-        """Read this process's shares with `read_file`."""
         self._broadcast = broadcast
         self._read_file = read_file
         self._buffers = buffers
@@ -143,14 +145,15 @@ class SharedReads:
         """Read together with the other processes, which all call this for the same requests.
 
         Args:
-            grouping: Who needs the same.
+            grouping: The groups of processes that need the same bytes.
             requests: The requests.
             take: Awaited for every batch, with a function that reads the files from memory instead,
                 and the numbers of the requests that can be carried out with it.
 
         Raises:
-            CorruptCheckpointError: Something is missing; names the leaf.
-            CoordinationError: The processes do not restore the same, or cannot exchange.
+            CorruptCheckpointError: Bytes are missing; names the leaf.
+            CoordinationError: The processes do not restore the same arrays, or cannot exchange
+                bytes.
         """
         shared, peers = self._broadcast, self._broadcast.peers
         turn, shared.turns = shared.turns, shared.turns + 1
@@ -170,19 +173,19 @@ class SharedReads:
                 if number + 1 < rounds:
                     coming = self._start_share(tasks, group, number + 1)
                 with self._recorder.phase("exchange", batch.nbytes):
-                    # Shielded: all others are about to do it.
+                    # Shielded, since all other processes are about to exchange.
                     with anyio.CancelScope(shield=True):
                         block = partial(_copy, batch, await exchange.exchange(given))
                 del given
                 if batch.requests:
                     await take(block, batch.requests)
-                # The memory must not be kept during the next exchange.
+                # The block of this batch must be free during the next exchange.
                 del block
 
     async def _agree(
         self, grouping: Grouping, batches: Sequence[ReadBatch], turn: int
     ) -> tuple[int, int]:
-        """Return the most batches, and the most bytes of one, that any group has."""
+        """Return the most batches of any group, and the most bytes of any batch."""
         peers = self._broadcast.peers
         largest = max((batch.nbytes for batch in batches), default=0)
         mine: list[JsonValue] = [grouping.key, shares_key(batches), len(batches), largest]
@@ -202,7 +205,7 @@ class SharedReads:
             try:
                 coming.share = await self._read_share(group, group.batches[number])
             except Exception as error:
-                # Raised in `_all_ready`, which tells the others.
+                # Raised in `_all_ready`, which notifies the others.
                 coming.error = error
             coming.is_there.set()
 
@@ -231,29 +234,26 @@ class SharedReads:
     async def _read_share(self, group: _ReadGroup, batch: ReadBatch) -> Array:
         share = group.exchange.share()
         start = group.rank * len(share)
-        parts = list(_cut(batch.parts(start, start + len(share))))
-        slots = anyio.Semaphore(_CONCURRENT_PARTS)
+        parts = list(_cut_reads(batch.parts(start, start + len(share))))
 
         async def read(part: BatchRead) -> None:
-            async with slots:
-                target = share[part.at : part.at + part.nbytes].data
-                try:
-                    await self._read_file(part.path, part.start, target)
-                except CorruptCheckpointError as error:
-                    raise await self._located(error, part, group, batch) from error.__cause__
-                # A whole share may take minutes; this shows the others that it comes along.
-                self._broadcast.peers.advance(part.nbytes)
+            target = share[part.at : part.at + part.nbytes].data
+            try:
+                await self._read_file(part.path, part.start, target)
+            except CorruptCheckpointError as error:
+                raise await self._located(error, part, group, batch) from error.__cause__
+            # A whole share may take minutes; each part shows the others that this process makes
+            # progress.
+            self._broadcast.peers.advance(part.nbytes)
 
         with self._recorder.phase("fetch", sum(part.nbytes for part in parts)):
-            async with anyio.create_task_group() as tasks:
-                for part in parts:
-                    tasks.start_soon(read, part)
+            await for_each(read, parts, _CONCURRENT_PARTS)
         return share
 
     async def _located(
         self, error: CorruptCheckpointError, part: BatchRead, group: _ReadGroup, batch: ReadBatch
     ) -> CorruptCheckpointError:
-        """Return the error of the first leaf with missing bytes in a part."""
+        """Return the error of the first leaf that lacks bytes in a part."""
         end = part.start + part.nbytes
         requests = [group.requests[number] for number in batch.requests]
         for chunk in (
@@ -272,7 +272,7 @@ class SharedReads:
 def _batches(requests: Sequence[ReadRequest], capacity: int) -> list[ReadBatch]:
     ranges = [each.source for each in requests]
     total = sum(each.nbytes for each in ranges)
-    # The next share is read while a batch is exchanged, so one batch alone would take longer.
+    # The next share is read while a batch is exchanged, so a single batch would take longer.
     return fill(ranges, min(capacity, max(total // _FEWEST_ROUNDS, _LEAST_BATCH_BYTES)))
 
 
@@ -292,9 +292,9 @@ class _ReadGroup(Struct, frozen=True):
     """The shared read of one group.
 
     Attributes:
-        exchange: Exchanges the shares.
+        exchange: The exchange of the shares.
         rank: Number of this process's share in every batch.
-        batches: The batches; as many as in the group with the most.
+        batches: The batches; padded with empty ones to the number of the group with the most.
         requests: The requests whose bytes the batches hold.
     """
 
@@ -305,14 +305,14 @@ class _ReadGroup(Struct, frozen=True):
 
 
 class _PendingShare(Struct):
-    """A share that is being read, or was."""
+    """A share that is being read, or has been read."""
 
     is_there: anyio.Event
     share: Array | None = None
     error: Exception | None = None
 
     async def wait(self) -> None:
-        """Wait until the share has been read; raise the error if it could not be."""
+        """Wait until the share has been read; raise the error of the read if it failed."""
         await self.is_there.wait()
         if self.error is not None:
             raise self.error
@@ -324,7 +324,7 @@ class _PendingShare(Struct):
         return share
 
 
-def _cut(parts: Iterator[BatchRead]) -> Iterator[BatchRead]:
+def _cut_reads(parts: Iterator[BatchRead]) -> Iterator[BatchRead]:
     for part in parts:
         for done in range(0, part.nbytes, _PART_BYTES):
             nbytes = min(_PART_BYTES, part.nbytes - done)
@@ -339,7 +339,7 @@ async def _copy(
     target: memoryview,
     then: Callable[[], None],
 ) -> None:
-    """Fill `target` from a batch, as it would be from a file, and call `then`."""
+    """Fill `target` from a batch instead of a file, and call `then`."""
     at = batch.place(path, offset, len(target))
     source = memory[at : at + len(target)]
     into = np.frombuffer(target, np.uint8)
@@ -347,7 +347,7 @@ async def _copy(
         into[...] = source
     else:
         await run_in_thread(np.copyto, into, source)
-    # A call of its own: a thread may keep its last arguments, but not a batch.
+    # A separate call: a thread may keep its last arguments alive, and must not keep a batch.
     await run_in_thread(then)
 
 

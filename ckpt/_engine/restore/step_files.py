@@ -1,6 +1,6 @@
-"""The files of a step, as a restore reads them: where they are is not the engine's business.
+"""Read access to a step's files, independent of where they are stored.
 
-There may be other copies of the step. Then what is damaged in this one is read from them.
+Damaged files and chunks are read from other copies of the step, if there are any.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class StepFiles(Protocol):
 
 
 class OwnFiles(Struct, frozen=True):
-    """The files of a step of this library: they are in its directory.
+    """The files of a step of this library, all in its directory.
 
     Attributes:
-        storage: The root.
+        storage: Storage of the root.
         folder: The directory in it.
     """
 
@@ -63,13 +63,13 @@ class OwnFiles(Struct, frozen=True):
         await self.storage.read_block(self.folder, path, offset, target, then)
 
 
-class FilePlace(Struct, frozen=True):
-    """Where a file is.
+class FileLocation(Struct, frozen=True):
+    """The location of a file.
 
     Attributes:
-        storage: The root.
+        storage: Storage of the root.
         folder: The directory in it; empty for the root itself.
-        path: The file there.
+        path: Path of the file in the directory.
     """
 
     storage: Storage
@@ -78,12 +78,12 @@ class FilePlace(Struct, frozen=True):
 
     @property
     def location(self) -> str:
-        """Its path or URL, for messages."""
+        """Path or URL of the file, for messages."""
         return f"{self.place.rstrip('/')}/{self.path}"
 
     @property
     def place(self) -> str:
-        """The path or URL of the directory that it is in."""
+        """Path or URL of the directory of the file."""
         return f"{self.storage.location.rstrip('/')}/{self.folder}".rstrip("/") or "/"
 
 
@@ -91,9 +91,10 @@ class StepCopy(Struct, frozen=True):
     """Another copy of a step.
 
     Attributes:
-        location: Where it is, for messages.
-        manifest: Its manifest. It holds the same as the other one, maybe in other files.
-        files: Its files.
+        location: Location of the copy, for messages.
+        manifest: Manifest of the copy. It describes the same content as the other, maybe in other
+            files.
+        files: Files of the copy.
     """
 
     location: str
@@ -106,8 +107,8 @@ class ItemElsewhere(Struct, frozen=True):
 
     Attributes:
         step: The copy.
-        leaves: Its leaves, by name.
-        data_files: Its data files, by number and relative to the step.
+        leaves: Leaves of the item, by name.
+        data_files: Data files of the item, by number and relative to the step.
     """
 
     step: StepCopy
@@ -118,15 +119,16 @@ class ItemElsewhere(Struct, frozen=True):
 class OtherCopies:
     """The other copies of a step, for one restore; the nearest one first.
 
-    They are looked for once something is damaged: a restore of what is whole never asks for them.
+    The copies are searched for only when something is damaged: a restore of an intact step never
+    does.
 
     Attributes:
-        used: By location of a copy, the names of the arrays and files that were read there.
-        first: What was wrong with the first of them.
+        used: Names of the arrays and files that were read from each copy, by location of the copy.
+        first: The first error that made a copy necessary.
     """
 
     def __init__(self, find: Callable[[], Awaitable[Sequence[StepCopy]]]) -> None:
-        """Look for them with `find`."""
+        """Search for the copies with `find` when they are needed."""
         self._find = find
         self._found: Sequence[StepCopy] | None = None
         self._items: dict[str, Sequence[ItemElsewhere]] = {}
@@ -135,14 +137,14 @@ class OtherCopies:
         self.first: Exception | None = None
 
     async def found(self) -> Sequence[StepCopy]:
-        """Return the copies."""
+        """Return the copies, nearest first."""
         async with self._finding:
             if self._found is None:
                 self._found = await self._find()
             return self._found
 
     async def of_item(self, item: str) -> Sequence[ItemElsewhere]:
-        """Return an item of each copy."""
+        """Return the item as each copy has it."""
         found = await self.found()
         async with self._finding:
             if item not in self._items:
@@ -150,7 +152,7 @@ class OtherCopies:
             return self._items[item]
 
     def note(self, copy: StepCopy, item: str, names: Sequence[str], error: Exception) -> None:
-        """Note what of an item was read from a copy, and what was wrong with it in the nearest."""
+        """Note the names that were read from a copy, and the error of the nearest one."""
         prefix = "" if copy.manifest.unnamed else f"{item}/"
         self.used.setdefault(copy.location, []).extend(f"{prefix}{name}" for name in names)
         while isinstance(error, ExceptionGroup):
@@ -158,7 +160,7 @@ class OtherCopies:
         self.first = self.first or error
 
     def told(self) -> str:
-        """Return what was read from where, for people."""
+        """Return a text for people that lists what was read from where."""
         texts = []
         for location, names in self.used.items():
             every = list(dict.fromkeys(names))

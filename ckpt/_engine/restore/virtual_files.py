@@ -1,4 +1,4 @@
-"""The files of a virtual step: some are its own, others lie where another library wrote them."""
+"""The files of a virtual step: some are its own, others lie where another library put them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt._format.step_files.source_files import SourceFile
 from ckpt._redaction import redact
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
 from ckpt.storage._base import Storage
-from ckpt.storage._manifests import lies_in
+from ckpt.storage._manifests import files_folder
 from ckpt.storage._resolve import open_beside
 
 MISSING = "is missing"
@@ -20,27 +20,27 @@ _CHANGED = "was changed after this step was made of it"
 
 
 def files_of(storage: Storage, step_dir: str, manifest: Manifest) -> StepFiles:
-    """Return the files of a step of this library."""
-    own = OwnFiles(storage, lies_in(step_dir, manifest))
+    """Return the files of a step of this library, virtual or not."""
+    own = OwnFiles(storage, files_folder(step_dir, manifest))
     return VirtualFiles(own, manifest) if manifest.sources else own
 
 
 class VirtualFiles:
     """The files of a virtual step.
 
-    As long as its chunks have no digests, a source is compared with its fingerprint whenever bytes
-    of it were read. Later the digests tell, and the fingerprint only says why they differ.
+    As long as its chunks have no digests, a source is compared with its fingerprint after every
+    read. Later the digests decide, and the fingerprint only explains why they differ.
     """
 
     def __init__(self, own: OwnFiles, manifest: Manifest) -> None:
-        """Read files in the directory of the step by `own`."""
+        """Read files in the directory of the step with `own`."""
         self._own = own
         self._sources = manifest.sources
         self._unverified = unverified_arrays(manifest) > 0
         self._storages: dict[str, Storage] = {}
 
     async def read(self, path: str, limit: int) -> bytes | None:
-        """Return a small file; they are all the step's own."""
+        """Return a small file; small files are all the step's own."""
         return await self._own.read(path, limit)
 
     async def read_block(
@@ -65,16 +65,19 @@ class VirtualFiles:
             await self._refuse_changed(source, error)
             raise
         except ExceptionGroup as damage:
-            # Bytes that are not what their digests say.
-            raise damage.derive([_in_source(each, source) for each in damage.exceptions]) from None
+            # The bytes differ from their digests.
+            raise damage.derive(
+                [_error_in_source(each, source) for each in damage.exceptions]
+            ) from None
         if self._unverified:
-            # After the bytes were read: whatever changed them until then has changed this, too.
+            # Compared after the read: any change that the bytes reflect has changed the
+            # fingerprint, too.
             await self._refuse_changed(source)
 
     async def problem(self, path: str) -> str | None:
-        """Return what is wrong with a source as far as that shows without reading it, or None.
+        """Return the fault of a source, as far as it shows without reading it, or None.
 
-        Where there are digests, they decide, and not the time of a file: a backup may change it.
+        If there are digests, they decide, and not the time of a file: a backup may change it.
         """
         source = self._sources[path]
         found = await self._fingerprint(source)
@@ -119,8 +122,8 @@ class VirtualFiles:
         return self._storages[source.folder]
 
 
-def _in_source(error: Exception, source: SourceFile) -> Exception:
-    """Return the error about a chunk with the file that its bytes are in."""
+def _error_in_source(error: Exception, source: SourceFile) -> Exception:
+    """Return the error about a chunk, extended by the file that holds its bytes."""
     if not isinstance(error, CorruptCheckpointError):
         return error
     return CorruptCheckpointError(
@@ -131,7 +134,7 @@ def _in_source(error: Exception, source: SourceFile) -> Exception:
 
 
 def unverified_arrays(manifest: Manifest) -> int:
-    """Return how many arrays have chunks whose digests are not known yet."""
+    """Return the number of arrays with chunks whose digests are still unknown."""
     count = 0
     for item in manifest.items.values():
         chunks = item.leaves.unchecked()

@@ -1,98 +1,99 @@
-"""Weighted reads: arrays that are the weighted mean of those of several checkpoints.
+"""Weighted reads: arrays that are the weighted mean of the arrays of several checkpoints.
 
-They are added up on the devices that they are for, a group of arrays at a time, so that besides the
-result there is never more than a group of each checkpoint.
+The arrays are added up on their target devices, one group of arrays at a time. So beside the
+result, memory never holds more than one group of each checkpoint.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from msgspec import Struct
 from msgspec.structs import replace
 
+from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.item_reader import EngineItemReader
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import ItemEntry
+from ckpt._plan.multihost.per_process import pick
 from ckpt._plan.targets import ArrayRead
-from ckpt._plan.weighted_means import accumulator, is_averaged
-from ckpt._tree.boxes import unboxed_names
+from ckpt._plan.weighted_means import accumulator, is_averaged, numbers_in
+from ckpt.errors import located
+from ckpt.storage._manifests import while_read
 
 T = TypeVar("T")
 
+Array = np.ndarray[Any, Any]
+
 _GROUP_BYTES = 256 << 20
-
-
-class WeightedItem(Struct, frozen=True, eq=False):
-    """One item of one of the checkpoints.
-
-    Attributes:
-        weight: Its weight.
-        entry: The entry of the item.
-        reader: Reads it.
-    """
-
-    weight: float
-    entry: ItemEntry
-    reader: EngineItemReader
+# Number of elements that are added at once on the host; they stay in the cache of a core.
+_SLICE = 1 << 18
 
 
 class WeightedReader:
-    """An `ItemReader` for the weighted mean of items; everything but arrays is that of one."""
+    """An `ItemReader` for the weighted mean of items; all but the arrays comes from one of them."""
 
-    def __init__(self, main: WeightedItem, every: Sequence[WeightedItem]) -> None:
-        """Read `every` item; `main` is the one among them with the largest weight.
-
-        They have the same leaves; see `check_alike`.
-        """
-        self._main = main
-        self._every = every
-        self.item = main.reader.item
-        self.process = main.reader.process
-        self.processes = main.reader.processes
-        self._numbers = [_numbers_in(each.entry, main.entry) for each in every]
+    def __init__(
+        self, main: RestoreContext, every: Sequence[tuple[float, RestoreContext]], item: str
+    ) -> None:
+        """Average the item of `every` checkpoint; what is not averaged comes from `main`."""
+        part = pick(main.manifest, item, main.process, main.processes)
+        self._main = EngineItemReader(main, item, part)
+        self._every = [_WeightedItem(part.entry, item, *each) for each in every]
+        self.item = item
+        self.process = main.process
+        self.processes = main.processes
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run a slow pure function off the engine's loop."""
-        return await self._main.reader.in_thread(function, *args)
+        return await self._main.in_thread(function, *args)
 
     async def read_file(self, path: str) -> bytes:
         """Read a file of the main item."""
-        return await self._main.reader.read_file(path)
+        return await self._main.read_file(path)
 
     async def read(self, entry: ItemEntry, reads: Sequence[ArrayRead]) -> list[Any]:
         """Read arrays; see `ItemReader.read`."""
-        found: list[Any] = [None] * len(reads)
         summed = [n for n, read in enumerate(reads) if _is_summed(read)]
         others = sorted(set(range(len(reads))) - set(summed))
-        single = await self._main.reader.read(entry, [reads[n] for n in others])
-        for number, value in zip(others, single, strict=True):
-            found[number] = value
+        single = await self._main.read(entry, [reads[n] for n in others])
+        found = dict(zip(others, single, strict=True))
         for group in _groups(summed, reads):
             total: list[Any] | None = None
-            for each, numbers in zip(self._every, self._numbers, strict=True):
-                wanted = [_wide(_renumbered(reads[n], numbers)) for n in group]
-                values = await each.reader.read(each.entry, wanted)
+            for each in self._every:
+                values = await each.read([reads[n] for n in group])
                 total = await self.in_thread(_added, total, values, each.weight)
             assert total is not None
             made = await self.in_thread(_narrowed, total, [reads[n] for n in group])
-            for number, value in zip(group, made, strict=True):
-                found[number] = value
-        return found
+            found.update(zip(group, made, strict=True))
+        return [found[number] for number in range(len(reads))]
 
 
-def _numbers_in(other: ItemEntry, main: ItemEntry) -> Mapping[int, int] | None:
-    """Return the numbers of the main item's leaves in another; None if they are the same."""
-    names, others = (unboxed_names(each.nodes, each.leaves.names) for each in (main, other))
-    if list(names) == list(others):
-        return None
-    places = {name: number for number, name in enumerate(others)}
-    return {number: places[name] for number, name in enumerate(names)}
+class _WeightedItem:
+    """The item of one of the checkpoints."""
+
+    def __init__(self, main: ItemEntry, item: str, weight: float, restore: RestoreContext) -> None:
+        part = pick(restore.manifest, item, restore.process, restore.processes)
+        self.weight = weight
+        self._guarded = partial(while_read, restore.storage, restore.step_dir, restore.manifest)
+        self._entry = part.entry
+        self._reader = EngineItemReader(restore, item, part)
+        self._numbers = numbers_in(part.entry, main)
+
+    async def read(self, reads: Sequence[ArrayRead]) -> list[Any]:
+        """Return the arrays that `reads` take from the main item, before their last cast.
+
+        Raises:
+            StepDeletedError: The checkpoint was deleted or replaced meanwhile.
+        """
+        own = [_read_of(read, self._numbers) for read in reads]
+        async with self._guarded():
+            with located():
+                return await self._reader.read(self._entry, own)
 
 
 def _is_summed(read: ArrayRead) -> bool:
@@ -105,21 +106,19 @@ def _is_summed(read: ArrayRead) -> bool:
     )
 
 
-def _wide(read: ArrayRead) -> ArrayRead:
-    """Return the same read, in the dtype in which values are added up."""
-    dtype, target = accumulator(parse_dtype(read.stored)), read.target
-    # A number is made at the end.
+def _read_of(read: ArrayRead, numbers: Sequence[int]) -> ArrayRead:
+    """Return a read of the main item as one of another item, in the dtype that is added up.
+
+    On devices that is a wide dtype, and on the host the stored one.
+    """
+    dtype, target = parse_dtype(read.stored), read.target
+    # Scalars are made from the sum at the end.
     kind = target.kind if target.kind in ("jax", "numpy") else "numpy"
     if kind == "jax":
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return replace(read, target=replace(target, kind=kind, dtype=dtype, weak_type=False))
-
-
-def _renumbered(read: ArrayRead, numbers: Mapping[int, int] | None) -> ArrayRead:
-    if numbers is None:
-        return read
+        dtype = jax.dtypes.canonicalize_dtype(accumulator(dtype))
     return replace(
         read,
+        target=replace(target, kind=kind, dtype=dtype, weak_type=False),
         leaf=None if read.leaf is None else numbers[read.leaf],
         pieces=tuple(replace(piece, leaf=numbers[piece.leaf]) for piece in read.pieces),
     )
@@ -139,12 +138,11 @@ def _groups(numbers: Sequence[int], reads: Sequence[ArrayRead]) -> list[list[int
 
 
 def _added(total: list[Any] | None, values: list[Any], weight: float) -> list[Any]:
-    found = []
+    found: list[Any] = []
     for number, value in enumerate(values):
         before = None if total is None else total[number]
         if not isinstance(value, jax.Array):
-            np.multiply(value, value.dtype.type(weight), out=value)
-            found.append(value if before is None else np.add(before, value, out=before))
+            found.append(_added_on_host(value, before, weight))
         elif before is None:
             found.append(_on_shards(lambda part: _scaled(part, weight), value))
         else:
@@ -152,18 +150,30 @@ def _added(total: list[Any] | None, values: list[Any], weight: float) -> list[An
     return found
 
 
+def _added_on_host(value: Array, before: Array | None, weight: float) -> Array:
+    wide = accumulator(value.dtype)
+    total: Array = np.empty(value.shape, wide) if before is None else before
+    values, sums = value.reshape(-1), total.reshape(-1)
+    # In slices, so that there is no second copy in the wider dtype.
+    for start in range(0, len(values), _SLICE):
+        part = slice(start, start + _SLICE)
+        scaled = values[part].astype(wide, copy=False) * wide.type(weight)
+        sums[part] = scaled if before is None else sums[part] + scaled
+    return total
+
+
 @jax.jit
 def _scaled(value: Any, weight: Any) -> Any:
     return value * jnp.asarray(weight, value.dtype)
 
 
-@functools.partial(jax.jit, donate_argnums=1)
+@partial(jax.jit, donate_argnums=1)
 def _plus(value: Any, before: Any, weight: Any) -> Any:
     return before + value * jnp.asarray(weight, value.dtype)
 
 
 def _on_shards(function: Callable[..., Any], first: jax.Array, *more: jax.Array) -> jax.Array:
-    """Call a function with the arrays of each device: no process waits for another."""
+    """Call a function with the parts on each device, so that no process waits for another."""
     parts = zip(*(each.addressable_shards for each in (first, *more)), strict=True)
     made: list[jax.Array] = [function(*(shard.data for shard in part)) for part in parts]
     if not first.committed:
@@ -173,13 +183,13 @@ def _on_shards(function: Callable[..., Any], first: jax.Array, *more: jax.Array)
 
 
 def _narrowed(total: list[Any], reads: Sequence[ArrayRead]) -> list[Any]:
-    """Return sums as they are wanted."""
-    return [_as_wanted(value, read) for value, read in zip(total, reads, strict=True)]
+    """Return sums in the form that the reads want."""
+    return [_cast_to_target(value, read) for value, read in zip(total, reads, strict=True)]
 
 
-def _as_wanted(value: Any, read: ArrayRead) -> Any:
+def _cast_to_target(value: Any, read: ArrayRead) -> Any:
     target = read.target
     if target.kind == "jax":
         return _on_shards(lambda part: part.astype(target.dtype), value)
-    made = np.asarray(value).astype(target.dtype)
+    made = value.astype(target.dtype, copy=False)
     return made if target.kind == "numpy" else made[()]

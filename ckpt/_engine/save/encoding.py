@@ -1,4 +1,4 @@
-"""Encoding: a staged batch becomes the bytes of its file, if its chunks are compressed."""
+"""Encoding: compresses the chunks of a staged batch into the bytes of its file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.write_batches import FileSpan, WriteBatch, aligned, alignment_of, file_size
 from ckpt.errors import located
 
-# A batch may take seconds. Its parts are told apart, so that people see it going on.
+# A batch may take seconds. Its parts are reported one by one, so that people see progress.
 _PART_NS = 100_000_000
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -27,7 +27,7 @@ class Encoded(Struct, frozen=True):
 
     Attributes:
         contents: Digests of the logical bytes of every chunk, and their vital signs.
-        spans: Where every chunk is in the file.
+        spans: Place of every chunk in the file.
         nbytes: Size of the file.
     """
 
@@ -44,16 +44,16 @@ def encode_batch(
     *,
     told: Callable[[int, int, int], object] | None = None,
 ) -> Encoded:
-    """Encode the chunks of a batch in its block, whose beginning is the file afterwards.
+    """Encode the chunks of a batch in its block; the file is then at the beginning of the block.
 
     Args:
         batch: The batch, staged from its `staged_at` on.
         plans: The plans of all leaves of the item.
         memory: The block. Chunk after chunk moves to the front, where there is always room for it:
-            what comes before the staged chunks is as long as all of them can grow.
+            the gap before the staged chunks is as long as all of them can grow.
         signs: The vital signs that are known; None if none are to be taken.
-        told: Called with the beginning, the end and the staged bytes of every part of the work, in
-            order; all parts together are the batch.
+        told: Called with the start time, the end time and the staged bytes of every part of the
+            work, in order; all parts together are the batch.
     """
     began, begun_at = time.perf_counter_ns(), 0
     staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]

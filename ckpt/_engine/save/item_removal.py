@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-import anyio
 from msgspec.structs import replace
 
 from ckpt._engine.save.republication import republish
@@ -13,6 +12,7 @@ from ckpt._format.history import DroppedItem
 from ckpt._format.manifest import Manifest, encode, features, sizes
 from ckpt._format.manifest_head import FILE_NAME, OWN_DISKS, VIRTUAL, FileEntry
 from ckpt._plan.orbax_view import step_view
+from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.storage._base import Attempt, Storage
@@ -26,28 +26,28 @@ async def delete_items(
     going: Mapping[str, str | None],
     now_ns: int,
 ) -> None:
-    """Take items out of a committed step directory; the new manifest says so.
+    """Take items out of a committed step directory; the new manifest records their removal.
 
-    Everything else is put into a new attempt, without being copied if the store can do that, and
-    the attempt replaces the old step atomically: at every instant one of the two is there, whole.
-    Then the old one is removed. Metrics, metadata and times stay the same.
+    All other files go into a new attempt, without a copy if the store can do that, and the attempt
+    replaces the old step atomically: at every instant one of the two exists, whole. Then the old
+    one is removed. Metrics, metadata and times stay the same.
 
     Args:
-        storage: The root.
-        step_dir: Its name.
-        manifest: Its manifest.
-        going: Names of the items, each with the policy that does not keep it; None where that
-            was done by hand.
+        storage: Storage of the root.
+        step_dir: Name of the step directory.
+        manifest: Manifest of the step.
+        going: Names of the items, each with the policy that does not keep it; None if the item is
+            deleted by hand.
         now_ns: The time, in Unix nanoseconds.
 
     Raises:
-        InvalidArgumentError: The step has no such item, or no others; names those it has.
+        InvalidArgumentError: The step has no such item, or no others; the error names its items.
         StepDeletedError: The step was deleted or replaced meanwhile.
         CorruptCheckpointError: A file of another item is missing, or is not a regular file.
         StorageError: The store refused.
 
-    Cancellation: operations under way are waited for, and the step is unchanged, unless publishing
-    had begun: then the items are gone.
+    Cancellation: waits for operations under way, and leaves the step unchanged, unless publishing
+    has begun: then the items are gone.
     """
     items = {name: each for name, each in manifest.items.items() if name not in going}
     _refuse_wrong(manifest, going, items)
@@ -100,14 +100,14 @@ def _bytes_of(manifest: Manifest, item: str) -> int:
 
 
 def _item_of(path: str) -> str:
-    """Return the item that a file is of; the whole path of one that is of no item."""
+    """Return the item of a file; for a file of no item, its whole path."""
     return path.partition("/")[0]
 
 
 async def _write_rest(
     storage: Storage, attempt: Attempt, old: Manifest, new: Manifest, going: Collection[str]
 ) -> dict[str, int]:
-    """Write all but these items to an attempt, its manifest last; return the sizes of its files."""
+    """Write all but these items to an attempt, manifest last; return the sizes of its files."""
     step_dir = attempt.step_dir
     written: dict[str, bytes] = {}
     if not {OWN_DISKS, VIRTUAL} & set(old.requires):
@@ -126,12 +126,8 @@ async def _write_rest(
         for path, known in old.files.items()
         if path not in written and _item_of(path) not in going
     }
-    with located():
-        async with anyio.create_task_group() as tasks:
-            for path in linked:
-                tasks.start_soon(storage.link, attempt, path, old.folder)
-            for path, data in written.items():
-                tasks.start_soon(storage.write, attempt, path, data)
+    await for_each(lambda path: storage.link(attempt, path, old.folder), linked)
+    await for_each(lambda path: storage.write(attempt, path, written[path]), written)
     made = {path: FileEntry(size=len(data), digest=digest(data)) for path, data in written.items()}
     new = replace(new, files=linked | made)
     encoded = await run_in_thread(encode, new)

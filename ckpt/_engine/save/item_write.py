@@ -1,4 +1,4 @@
-"""The write of one item's leaves: batches are staged, encoded, written and hashed side by side.
+"""The write of one item's leaves: batches are staged, encoded, written and hashed concurrently.
 
 Stagers and lanes are tasks of the save's task group. A stager takes the next batch (biggest first),
 waits for room in the arena, and copies; a free lane takes the next staged batch and writes it as
@@ -18,7 +18,7 @@ import anyio.from_thread
 import numpy as np
 from msgspec.structs import replace
 
-from ckpt._engine.last_save import SavedItem
+from ckpt._engine.base_step import SavedItem
 from ckpt._engine.memory.arena import Block
 from ckpt._engine.memory.contents import NO_CONTENTS, BatchContents, KnownSigns, batch_contents
 from ckpt._engine.memory.staging import (
@@ -33,12 +33,12 @@ from ckpt._engine.memory.staging import (
     sources_of,
     wait_until_computed,
 )
-from ckpt._engine.plan_cache import ForOthers, ItemPlan, index_over
+from ckpt._engine.plan_cache import CompatFiles, ItemPlan, index_over
 from ckpt._engine.save.encoding import encode_batch
 from ckpt._engine.save.merged_items import database_files
-from ckpt._engine.save.request import SaveCall
+from ckpt._engine.save.save_request import SaveCall
 from ckpt._engine.save.session import ENCODERS, LANES, STAGERS, SaveSession
-from ckpt._engine.save.shared_files import take_over
+from ckpt._engine.save.shared_files import reuse_files
 from ckpt._engine.signs.device_pass import DevicePass, begin_pass
 from ckpt._events import timed
 from ckpt._format.digests import digest
@@ -46,40 +46,41 @@ from ckpt._format.manifest_head import FileEntry
 from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import ItemReport, report_chunks
-from ckpt._plan.unchanged.kept_chunks import MOST_SMALL, EarlierChunks, joined
-from ckpt._plan.write_batches import FileSpan, WriteBatch, with_chunks
+from ckpt._plan.unchanged.base_chunks import MOST_SMALL, BaseChunks, join_reports
+from ckpt._plan.write_batches import FileSpan, WriteBatch
+from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt._vitals.signs import no_signs
 from ckpt.errors import located
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 
-# So many batches are looked at, at least, where no earlier save says what stays the same.
+# Without history, check at least this many batches for unchanged data.
 _LOOKS = LANES
 
 
 class ItemWrite:
     """The write of one item's leaves, while it is under way. Used on the engine's loop."""
 
-    # What is waited for on the way of one item, in its order. A batch passes the states marked *
-    # on its own.
+    # The events that the write of an item waits for, in their order. A batch passes the states
+    # marked * on its own.
     #
-    # state               set by                                  waited for by
-    # ------------------  --------------------------------------  ----------------------------------
-    # attempt_ready       pipeline, when the attempt may be       lanes, before their first batch
-    #                     written to
-    # room in the arena * lanes, which free the block of a        stagers, before they copy
-    #                     written batch
-    # ready *             a stager that has copied the batch      the next free lane
-    # call.returned       pipeline, when all items of the call    encoding, digests, and files for
-    #                     are staged                              other readers, which leave the
-    #                                                             cores to the copies until then
-    # call.pressed        `SaveSession.allocate` without room,    the same: a batch that is never
-    #                     or `digested`                           encoded never frees its block
-    # placed              the lane that encodes the last batch,   `write_index`
-    #                     or finds what is the same in it
-    # digested            the lane that hashes the last batch     `digested`
-    # durable             the last task that writes               `settled`
+    # state                 set by                                  waited for by
+    # --------------------  --------------------------------------  --------------------------------
+    # attempt_ready         pipeline, when the attempt may be       lanes, before their first batch
+    #                       written to
+    # room in the arena *   lanes, which free the block of a        stagers, before they copy
+    #                       written batch
+    # ready *               a stager that has copied the batch      the next free lane
+    # call.caller_released  pipeline, when all items of the call    encoding, digests, and files for
+    #                       are staged                              other readers, which leave the
+    #                                                               cores to the copies until then
+    # call.urgent           `SaveSession.allocate` without room,    the same: a batch that is never
+    #                       or `digested`                           encoded never frees its block
+    # placed                the lane that encodes the last batch,   `write_index`
+    #                       or finds the unchanged chunks
+    # digested              the lane that hashes the last batch     `digested`
+    # durable               the last task that writes               `settled`
 
     def __init__(
         self,
@@ -95,10 +96,10 @@ class ItemWrite:
         Args:
             session: The save.
             call: The call that the item came with.
-            item: Its name.
-            plan: What is to be written.
-            known: The item as the step before has it, if its files can be taken over.
-            expected: Numbers of the batches that are likely the same as there.
+            item: Name of the item.
+            plan: Plan of the bytes to write.
+            known: The item of the step before, if its files can be reused.
+            expected: Numbers of the batches that are likely unchanged since that step.
         """
         self.known: SavedItem | None = known
         self._session = session
@@ -106,28 +107,29 @@ class ItemWrite:
         self._item = item
         self._plan = plan
         batches = plan.save.batches
-        # None where all of a batch is in files of the step before.
+        # None for a batch whose chunks are all in files of the step before.
         self._batches: list[WriteBatch | None] = list(batches)
         self._kept: list[ItemReport] = [] if plan.kept is None else [plan.kept]
         self._files = plan.new_data_files()
-        # By batch; those of encoded ones are known before their file is hashed.
+        # By batch number; the contents of encoded batches are known before their file is hashed.
         self._contents = [NO_CONTENTS for _ in batches]
         self._spans: dict[int, list[FileSpan]] = {}
-        # Batches with their blocks that wait for a lane, as many as `ready` counts.
+        # Staged batches with their blocks that wait for a lane; `ready` counts them.
         self._staged: deque[tuple[int, Block]] = deque()
         self._ready = anyio.Semaphore(0)
-        # Handed out to lanes, one for every batch.
+        # Turns of the lanes, one for every batch.
         self._turns = iter(range(len(batches)))
         self._running = 0
         self._expected = expected
-        # None where no vital signs are taken.
+        # None if no vital signs are taken.
         self._signs: DevicePass | None = None
-        # Leaves that devices need not look at again.
+        # Leaves whose replicas an earlier save has compared, so devices need not compare them
+        # again.
         self._unseen: list[int] = []
-        # Before anything is started, since the index must not be written too early.
+        # Counted before any task starts, since the index must not be written too early.
         encoded = {number for number, batch in enumerate(batches) if batch.encoded}
         self._unplaced = len(encoded | expected)
-        # Looks at what is expected to be the same, until one finds that it is.
+        # Checks left of batches expected to be unchanged; the first success allows all of them.
         self._looks_left = _LOOKS if known is not None and known.is_first else len(batches)
         self._small_left = MOST_SMALL
         if known is not None and plan.kept is not None:
@@ -138,7 +140,7 @@ class ItemWrite:
             self._digested.set()
 
     def start(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work` in the save's task group; the item is durable when all of it has ended."""
+        """Run `work` in the save's task group; the item is durable when all such work has ended."""
 
         async def run() -> None:
             with located(item=self._item):
@@ -151,13 +153,13 @@ class ItemWrite:
         self._session.tasks.start_soon(run)
 
     async def stage(self, leaves: Sequence[Any]) -> None:
-        """Start to write the leaves; return once they are safe from whatever the caller does."""
+        """Start to write the leaves; return once the caller can no longer affect them."""
         session, batches = self._session, self._plan.save.batches
         is_encoded = self._plan.save.is_encoded
         for _ in range(min(ENCODERS if is_encoded else LANES, len(batches))):
             self.start(self._run_lane)
         with session.recorder.phase("snapshot"):
-            # Before a batch is staged, whose lane asks for what they find.
+            # Before any batch is staged, since its lane asks for the signs.
             await self._begin_signs(leaves)
             held, counted = await self._hold(leaves)
         at_once = {
@@ -165,17 +167,17 @@ class ItemWrite:
             for number, batch in enumerate(batches)
             if number not in held
         }
-        # Arrays that are held are staged after the caller has returned.
+        # Held arrays are staged after the caller has returned.
         if held:
-            session.begin_staging(self._call)
+            self._call.stagings += 1
             self.start(lambda: self._stage_held(held, counted))
         await self._stage_batches(at_once)
 
     async def _hold(self, leaves: Sequence[Any]) -> tuple[dict[int, list[Source]], int]:
-        """Return what holds batches that can be staged later, and the bytes counted for it."""
-        session, plan, mode = self._session, self._plan.save, self._session.staging.mode
+        """Return the held sources of batches that can be staged later, and their counted bytes."""
+        session, plan, mode = self._session, self._plan.save, self._session.engine.staging.mode
         movable = await run_in_thread(movable_shards, plan.batches, plan.leaves, leaves, mode)
-        # Not all may find room there.
+        # Page-locked memory may not have room for all of them.
         room = session.count_elsewhere(sum(movable.values())) if movable else 0
         held = await run_in_thread(snapshot, plan.batches, plan.leaves, leaves, mode, movable, room)
         moved = moved_shards(held)
@@ -184,16 +186,16 @@ class ItemWrite:
         return held, counted
 
     async def _begin_signs(self, leaves: Sequence[Any]) -> None:
-        """Have devices take the vital signs of their arrays, before the caller may donate these."""
-        session, plan = self._session, self._plan.save
-        if session.vital_signs is False:
+        """Let devices take the vital signs of arrays, before the caller may donate the arrays."""
+        engine, plan = self._session.engine, self._plan.save
+        if engine.vital_signs is None:
             return
         if self.known is not None:
             written = {chunk.leaf for batch in plan.batches for chunk in batch.chunks}
             same = self.known.compared.intersection(self.known.same(leaves))
             self._unseen = sorted(same - written)
         self._signs = await run_in_thread(
-            begin_pass, session.vital_signs, plan.leaves, leaves, self._unseen, session.kernels
+            begin_pass, engine.vital_signs, plan.leaves, leaves, self._unseen, engine.kernels
         )
 
     async def _stage_held(self, sources: dict[int, list[Source]], counted: int) -> None:
@@ -205,9 +207,9 @@ class ItemWrite:
         """Stage batches in the order of the plan, several at a time.
 
         Args:
-            sources: By number of the batch what its chunks are copied from; emptied, so that what
-                has been staged is not kept alive.
-            held: Whether a snapshot holds that, while the caller goes on.
+            sources: Sources of each batch's chunks, by number of the batch; emptied on the way, so
+                that staged sources are not kept alive.
+            held: True if a snapshot holds the sources, while the caller goes on.
         """
         async with anyio.create_task_group() as stagers:
             numbers = iter(sorted(sources))
@@ -224,14 +226,14 @@ class ItemWrite:
             moved = isinstance(sources[number][0], MovedShard)
             copies = copies_on_host(batch, plan.leaves, moved=moved) - 1
             nbytes = batch.block_bytes + copies * batch.nbytes
-            # One that needs more is staged alone; what it must have is the block.
-            nbytes = max(batch.block_bytes, min(nbytes, session.arena.capacity))
+            # A batch that needs more than the arena is staged alone; only its block must fit.
+            nbytes = max(batch.block_bytes, min(nbytes, session.engine.arena.capacity))
             async with slots:
                 block = await session.allocate(nbytes, self._call, held=held)
                 _, began_ns, ended_ns = await run_in_thread(
                     timed, _stage_batch, batch, plan.leaves, sources.pop(number), block
                 )
-                # The copies on the way are gone.
+                # The temporary copies are gone.
                 block = session.shrink(block, batch.block_bytes)
             session.recorder.report("stage", began_ns, ended_ns, batch.nbytes, batch=number)
             session.hooks.advance(staged=batch.nbytes)
@@ -258,8 +260,8 @@ class ItemWrite:
             if batch.encoded:
                 memory = await self._encode(number, batch, block.memory)
             path = f"{self._item}/{self._files[number]}"
-            if session.writes_later:
-                await _first_of(self._call.returned, self._call.pressed)
+            if session.engine.writes_later:
+                await _first_of(self._call.caller_released, self._call.urgent)
             async with session.lanes.taken() as lane, anyio.create_task_group() as tasks:
                 written = anyio.Event()
                 tasks.start_soon(self._take_digests, number, path, memory, lane, written, contents)
@@ -276,12 +278,12 @@ class ItemWrite:
         self._session.free(block)
 
     async def _leave_out_same(self, number: int, memory: Array) -> BatchContents | None:
-        """Take files of the step before over that hold chunks of a staged batch with their bytes.
+        """Reuse files of the step before that hold unchanged chunks of a staged batch.
 
-        What is left of the batch moves together in its block.
+        The other chunks of the batch move together in its block.
 
         Returns:
-            What the chunks hold that are left; None if the batch was not looked at.
+            The contents of the chunks that are left; None if the batch was not checked.
         """
         session, known, leaves = self._session, self.known, self._plan.save.leaves
         batch = self._batches[number]
@@ -293,7 +295,7 @@ class ItemWrite:
             return None
         self._looks_left -= 1
         # Not while the caller waits: hashing needs a core.
-        await _first_of(self._call.returned, self._call.pressed)
+        await _first_of(self._call.caller_released, self._call.urgent)
         staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]
         (contents, wanted), began_ns, ended_ns = await run_in_thread(
             timed,
@@ -309,10 +311,10 @@ class ItemWrite:
         kept = None
         if wanted.files:
             self._looks_left = len(self._batches)
-            kept = await take_over(session, self._item, known, wanted)
+            kept = await reuse_files(session, self._item, known, wanted)
         if kept is not None:
             self._batches[number], contents, taken = await run_in_thread(
-                _without, batch, contents, kept, staged
+                _take_out, batch, contents, kept, staged
             )
             self._kept.append(taken)
             self._small_left -= known.small_files(taken)
@@ -331,14 +333,14 @@ class ItemWrite:
             self._digested.set()
 
     async def _encode(self, number: int, batch: WriteBatch, memory: Array) -> Array:
-        """Encode a staged batch in its block; return the bytes of its file, which are there."""
+        """Encode a staged batch in its block; return the bytes of its file, a part of the block."""
         session, plan = self._session, self._plan.save
-        # The cores are for the copies while the caller waits for them.
-        await _first_of(self._call.returned, self._call.pressed)
+        # While the caller waits for the copies, they get the cores.
+        await _first_of(self._call.caller_released, self._call.urgent)
         recorder = session.recorder
 
         def tell(began_ns: int, ended_ns: int, nbytes: int) -> None:
-            # On the loop, as observers are always called.
+            # Reported on the loop, where observers are always called.
             anyio.from_thread.run_sync(
                 partial(recorder.report, "encode", began_ns, ended_ns, nbytes, batch=number)
             )
@@ -369,8 +371,9 @@ class ItemWrite:
     ) -> None:
         session, plan, batch = self._session, self._plan.save, self._batches[number]
         assert batch is not None
-        # Not while the caller waits: hashing needs a core, and writing does not.
-        await _first_of(self._call.returned, written)
+        # Not while the caller waits, unless the write has ended: hashing needs a core, writing does
+        # not.
+        await _first_of(self._call.caller_released, written)
         (found, entry), began_ns, ended_ns = await run_in_thread(
             timed, _file_contents, batch, plan.leaves, memory, known, self._signs
         )
@@ -381,10 +384,10 @@ class ItemWrite:
         self._count_digested()
 
     async def write_index(self) -> None:
-        """Write what covers the batches of an only writer: the database's index and the view."""
+        """Write the database's index and the view of an item with a single writer."""
         async with anyio.create_task_group() as writers:
             writers.start_soon(self.write_view)
-            others = await self._for_others()
+            compat = await self._wait_for_compat_files()
             index: DatabaseIndex | None
             if self._expected or self._plan.save.is_encoded:
                 await self._placed.wait()
@@ -393,8 +396,8 @@ class ItemWrite:
                 index = await self._session.compute(index_over, self._plan.save.leaves, places)
                 data_files = list(places.files)
             else:
-                # Nothing that this save finds out is in it: it may be that of an earlier one.
-                index = await self._session.compute(lambda: others.index())
+                # The index contains no result of this save, so one of an earlier save may serve.
+                index = await self._session.compute(lambda: compat.index())
                 kept = () if self._plan.kept is None else self._plan.kept.files
                 data_files = [*kept, *self._files]
             if index is not None:
@@ -406,22 +409,20 @@ class ItemWrite:
 
     async def write_view(self) -> None:
         """Write the files for Orbax that do not depend on values."""
-        others = await self._for_others()
-        view = await self._session.compute(others.view)
-        async with anyio.create_task_group() as writers:
-            for path, (data, entry) in view.items():
-                writers.start_soon(self._session.write, f"{self._item}/{path}", data, entry)
+        compat = await self._wait_for_compat_files()
+        view = await self._session.compute(compat.view)
+        await for_each(lambda path: self._session.write(f"{self._item}/{path}", *view[path]), view)
 
-    async def _for_others(self) -> ForOthers:
-        """Return what other readers need, once the caller does not wait any more."""
-        others = self._plan.others
-        assert others is not None
-        await _first_of(self._call.returned, self._call.pressed)
-        return others
+    async def _wait_for_compat_files(self) -> CompatFiles:
+        """Return the files for other readers, once the caller no longer waits."""
+        compat = self._plan.compat_files
+        assert compat is not None
+        await _first_of(self._call.caller_released, self._call.urgent)
+        return compat
 
     async def digested(self) -> None:
-        """Wait until `report` can be made, which is while the last batches are being written."""
-        self._call.pressed.set()
+        """Wait until `report` can be made, which may be before the last batches are written."""
+        self._call.urgent.set()
         await self._digested.wait()
 
     @property
@@ -431,7 +432,7 @@ class ItemWrite:
         return found.union(self._unseen)
 
     def report(self) -> ItemReport:
-        """Return what this process has of the item: what it takes over, and what it writes.
+        """Return the chunks of the item that this process has: those that it reuses or writes.
 
         A warning names devices of this process that should hold the same values and do not.
         """
@@ -456,16 +457,15 @@ class ItemWrite:
             {at: self._spans[n] for at, n in enumerate(left) if n in self._spans},
             signs if with_digests else None,
         )
-        return joined([*self._kept, written]) if self._kept else written
+        return join_reports([*self._kept, written]) if self._kept else written
 
     async def settled(self) -> None:
-        """Wait until everything that this process writes of the item is durable."""
+        """Wait until all that this process writes of the item is durable."""
         if self._running:
             await self._durable.wait()
 
 
 async def _first_of(*events: anyio.Event) -> None:
-    """Wait until one of `events` is set."""
     if any(event.is_set() for event in events):
         return
 
@@ -491,27 +491,27 @@ def _same_chunks(
     batch: WriteBatch,
     plans: Sequence[LeafPlan],
     staged: Array,
-    chunks: EarlierChunks,
+    chunks: BaseChunks,
     most_small: int,
     signs: KnownSigns | None,
 ) -> tuple[BatchContents, ItemReport]:
-    """Return what a batch holds, and what can be taken over instead of chunks of it."""
+    """Return the contents of a batch, and the earlier chunks that can replace its own."""
     contents = batch_contents(batch, plans, staged, signs)
     return contents, chunks.of_digests(batch, contents.digests, most_small)
 
 
-def _without(
+def _take_out(
     batch: WriteBatch, contents: BatchContents, kept: ItemReport, staged: Array
 ) -> tuple[WriteBatch | None, BatchContents, ItemReport]:
     """Take chunks out of a staged batch; the bytes of the others move together.
 
     Returns:
-        What is left of the batch, what that holds, and the chunks with what was found of them.
+        The rest of the batch, its contents, and the reused chunks with the vital signs found now.
     """
     numbers = {(chunk.leaf, chunk.number): at for at, chunk in enumerate(batch.chunks)}
     pairs = zip(kept.rows["leaf"].tolist(), kept.rows["number"].tolist(), strict=True)
     taken = [numbers.pop(pair) for pair in pairs]
-    left = with_chunks(batch, set(numbers))
+    left = batch.with_chunks(set(numbers))
     others = list(numbers.values())
     if left is not None:
         move_chunks([batch.chunks[at] for at in others], left, staged)
@@ -528,13 +528,13 @@ def _file_contents(
     known: BatchContents | None,
     signs: KnownSigns | None,
 ) -> tuple[BatchContents | None, FileEntry]:
-    """Return what a batch holds, None if it is encoded, and the entry of its file.
+    """Return the contents of a batch, None if it is encoded, and the entry of its file.
 
     Args:
         batch: The batch.
         plans: The plans of all leaves of the item.
         memory: The bytes of the file.
-        known: What it holds, if that was found before.
+        known: The contents, if they were found before.
         signs: The vital signs that are known; None if none are to be taken.
     """
     if batch.encoded:

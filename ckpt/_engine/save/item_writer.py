@@ -1,4 +1,4 @@
-"""The item writer: what the engine offers the handler of one item during a save."""
+"""The item writer: the engine's interface for the handler of one item during a save."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import jax
 
-from ckpt._engine.last_save import SavedItem, references, saved_item
+from ckpt._engine.base_step import SavedItem, references, saved_item
 from ckpt._engine.plan_cache import ItemPlan
 from ckpt._engine.save.item_write import ItemWrite
 from ckpt._engine.save.merged_items import ItemParts, WrittenTree, own_digests
-from ckpt._engine.save.request import SaveCall
+from ckpt._engine.save.save_request import SaveCall
 from ckpt._engine.save.session import SaveSession
-from ckpt._engine.save.shared_files import known_item, take_over
+from ckpt._engine.save.shared_files import base_item, reuse_files
 from ckpt._engine.signs.unchanged_leaves import unchanged_leaves
 from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry
@@ -32,18 +32,17 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
-from ckpt._tree.leaf_specs import StoredLeaf
+from ckpt._tree.leaf_specs import CheckpointLeaf
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import FileData
-from ckpt.storage._base import SharesFiles
 
 logger = logging.getLogger("ckpt")
 
 T = TypeVar("T")
 
-# Up to this size a file is hashed on the loop, and written in one go.
+# Largest file that is hashed on the loop and written in one call.
 _SMALL_BYTES = 1 << 20
-# Leaves that a warning names.
+# Most leaves that a warning names.
 _NAMED = 5
 
 
@@ -65,8 +64,8 @@ class EngineItemWriter:
             session: The save.
             call: The call that the item came with.
             item: Name of the item.
-            parts: The parts of it so far, if it may have several.
-            per_process: Whether every process of the job stores an item of its own.
+            parts: The parts of the item so far, if it may have several.
+            per_process: True if every process of the job stores an item of its own.
         """
         self._session = session
         group = session.processes.group
@@ -74,14 +73,14 @@ class EngineItemWriter:
         self.processes = group.count
         self._per_process = per_process
         self._group = None if session.processes.is_alone or per_process else group
-        # Otherwise this process writes everything that it has of the item.
+        # False if this process writes everything that it has of the item.
         self._is_shared = self._group is not None and not session.processes.own_disks
         self._call = call
         self._item = item
         self._parts = parts
-        # What tells the next save which arrays it has; see `SavedItem`.
+        # The plan and the arrays, by which the next save recognizes arrays; see `SavedItem`.
         self._whole: SavePlan | None = None
-        # Numbers of the leaves that are said not to change.
+        # Numbers of the frozen leaves.
         self._frozen: Sequence[int] = ()
         self._arrays: Sequence[weakref.ref[Any] | None] = ()
         # The tree, once it is staged, and its write.
@@ -94,8 +93,8 @@ class EngineItemWriter:
     async def stage(self, tree: Any, *, formatted: bool = True) -> None:
         """Stage a tree; see `ItemWriter.stage`."""
         session, parts, processes = self._session, self._parts, self._session.processes
-        if self._call.returned.is_set():
-            # The arrays are the caller's again, and so is the memory for a snapshot.
+        if self._call.caller_released.is_set():
+            # The arrays are the caller's again, and so is the memory of a snapshot.
             raise InvalidArgumentError(
                 "leaves are staged in Handler.stage, not in the commit that it returns"
             )
@@ -105,7 +104,7 @@ class EngineItemWriter:
         began_ns = time.perf_counter_ns()
         part = 0
         async with session.planning:
-            # Before anything is staged that has no place in the tree.
+            # Added before anything is staged, since a part may have no place in the tree.
             if parts is not None:
                 part = await self.in_thread(parts.structure.add, structure.nodes)
             plan = await self.in_thread(
@@ -116,19 +115,19 @@ class EngineItemWriter:
                 formatted,
                 parts is None,
                 self._group,
-                session.storage.largest_file_bytes,
-                session.storage.usual_file_bytes,
+                session.storage.traits.largest_file_bytes,
+                session.storage.traits.usual_file_bytes,
             )
             known = None
             if session.shares:
-                known = await known_item(session, self._item, plan.save)
+                known = await base_item(session, self._item, plan.save)
                 self._arrays, self._whole = references(structure.leaves), plan.save
             expected: set[int] = set()
             if session.frozen.patterns:
                 paths = await self.in_thread(unboxed_names, structure.nodes, structure.names)
                 self._frozen = await self.in_thread(session.frozen.numbers, paths)
             if known is not None:
-                plan = await self._take_over(plan, known, structure.leaves)
+                plan = await self._reuse_files(plan, known, structure.leaves)
                 expected = await self.in_thread(known.expected, plan.save.batches)
         leaves: Sequence[Any] = structure.leaves
         if plan.keys:
@@ -146,7 +145,7 @@ class EngineItemWriter:
             write.start(write.write_view)
         await write.stage(leaves)
         own = await self.in_thread(own_digests, plan, leaves) if self._is_shared else {}
-        # What outlives this call must not keep the caller's arrays alive.
+        # These values outlive this call and must not keep the caller's arrays alive.
         values = [
             None if leaf_plan.spec.kind in ARRAY_KINDS else leaf
             for leaf_plan, leaf in zip(plan.save.leaves, leaves, strict=True)
@@ -158,39 +157,40 @@ class EngineItemWriter:
         if parts is not None:
             parts.written[part] = written
 
-    async def _take_over(self, plan: ItemPlan, known: SavedItem, leaves: Sequence[Any]) -> ItemPlan:
-        """Put files of the step before into this one that hold arrays which are the same.
+    async def _reuse_files(
+        self, plan: ItemPlan, known: SavedItem, leaves: Sequence[Any]
+    ) -> ItemPlan:
+        """Put files of the step before into this step if they hold arrays that are the same.
 
-        Those are the same objects, or said to be frozen and found equal by their devices. Before
-        the caller goes on, since what cannot be taken over has to be staged. Where that would take
-        long, all is staged, and found to be the same later.
+        Such arrays are the same objects, or are declared frozen and found equal by their devices.
+        This happens before the caller goes on, since all other arrays have to be staged. If sharing
+        files takes long in this storage, all arrays are staged, and equal ones are found later.
 
         Returns:
-            The plan for what is left.
+            The plan for the remaining chunks.
         """
         session, kept = self._session, None
-        assert isinstance(session.storage, SharesFiles)
         wanted = None
-        if session.storage.shares_at_once:
+        if session.storage.traits.shares_at_once:
             same = await self.in_thread(known.same, leaves)
             candidates = sorted(set(self._frozen).difference(same))
             if candidates:
                 same += await self.in_thread(
                     unchanged_leaves,
                     candidates,
-                    session.vital_signs,
+                    session.engine.vital_signs,
                     plan.save.leaves,
                     leaves,
                     known.chunks.report,
-                    session.kernels,
+                    session.engine.kernels,
                 )
             wanted = await self.in_thread(known.of_leaves, same)
         if wanted is not None:
-            kept = await take_over(session, self._item, known, wanted)
-        apart = known.apart(kept)
-        if kept is None and not apart:
+            kept = await reuse_files(session, self._item, known, wanted)
+        separate = known.separate_chunks(kept)
+        if kept is None and not separate:
             return plan
-        rest = await self.in_thread(session.plans.rest, self._item, plan, kept, apart)
+        rest = await self.in_thread(session.plans.rest, self._item, plan, kept, separate)
         nbytes = sum(b.nbytes for b in plan.save.batches) - sum(b.nbytes for b in rest.save.batches)
         session.hooks.advance(staged=nbytes, written=nbytes, total=nbytes)
         session.processes.advance(nbytes)
@@ -214,7 +214,7 @@ class EngineItemWriter:
             raise InvalidArgumentError(
                 f"the file {path!r:.120} was written already", item=self._item
             )
-        # Taken at once, so that it is not written a second time meanwhile.
+        # Entered at once, so that the file is not written a second time meanwhile.
         session.files[name] = FileEntry(size=0, digest="")
         attempt = await session.opened()
         with memoryview(data) as raw, raw.cast("B") as view:
@@ -236,16 +236,16 @@ class EngineItemWriter:
         session.processes.advance(nbytes)
 
     async def finish(self, entry: ItemEntry) -> ItemEntry:
-        """Return the entry of the item, once everything staged of it is durable.
+        """Return the entry of the item, once all that was staged of it is durable.
 
         Args:
-            entry: What the handler made of it. It gets the leaves here, unless the item may have
-                several writers: then it gets them at the end of the save.
+            entry: The entry that the handler made. It gets the leaves here, unless the item may
+                have several writers: then it gets them at the end of the save.
         """
         if self._staged is not None:
             _, write = self._staged
             await write.digested()
-            # While the last batches are still being written.
+            # The last batches are still being written meanwhile.
             with located(item=self._item):
                 entry = await self._session.compute(self._filled, entry)
             await write.settled()
@@ -280,7 +280,7 @@ def _warn_of_changes(
     if changed:
         names = [repr(tree.leaves[number].name) for number in changed]
         logger.warning(
-            "item %r: leaves that frozen= covers have changed, and were written: %s%s",
+            "item %r: frozen leaves have changed, and were written: %s%s",
             item,
             ", ".join(names[:_NAMED]),
             f", and {len(names) - _NAMED} more" if len(names) > _NAMED else "",
@@ -288,10 +288,10 @@ def _warn_of_changes(
 
 
 def _with_key_data(leaves: Sequence[Any], keys: Iterable[int]) -> Sequence[Any]:
-    """Return the leaves with the data of PRNG keys in their places."""
+    """Return the leaves, with PRNG keys replaced by their data."""
     found = list(leaves)
     for number in keys:
-        # One from a checkpoint is its data.
-        if not isinstance(found[number], StoredLeaf):
+        # A key that comes from a checkpoint already is its data.
+        if not isinstance(found[number], CheckpointLeaf):
             found[number] = jax.random.key_data(found[number])
     return found

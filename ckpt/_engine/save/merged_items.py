@@ -14,22 +14,22 @@ from msgspec import Struct, field
 
 from ckpt._engine.memory.staging import host_bytes
 from ckpt._engine.plan_cache import ItemPlan, new_data_file
-from ckpt._engine.save.joint.write_report import WriteReport
+from ckpt._engine.save.multihost.save_report import SaveReport
 from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.item_reports import ItemReport, PlannedTree, fill_entry, key_values, merge_reports
 from ckpt._plan.merged_parts import TreeParts, merge_parts
+from ckpt._plan.multihost.process_reports import ProcessReport, disagreement
 from ckpt._plan.multihost.tree_fingerprint import TreeFingerprint, line_fingerprint
-from ckpt._plan.multihost.write_reports import ProcessReport, disagreement
 from ckpt._plan.orbax_view import item_view
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt.errors import CoordinationError, InvalidArgumentError, located
 
-# Larger arrays that every process has for itself are not compared: on accelerators they
+# Largest array that is compared if every process has it for itself: on accelerators, larger arrays
 # would have to be copied to the hosts of all processes, though only the primary's are stored.
 _COMPARED_BYTES = 1 << 20
-# No other handler keeps anything but the tree, so the entries of others cannot be merged.
+# The only handler whose entries hold just the tree; entries of others cannot be merged.
 _TREES = "pytree"
 
 
@@ -40,9 +40,9 @@ class WrittenTree(Struct):
         tree: The tree with the plan of its leaves.
         plan: The plan of this process.
         own: Digests of the arrays that every process has for itself, by number of the leaf.
-        report: What this process has written, once that is known.
-        values: Fingerprint of what every process has for itself, where it must be the same on all;
-            None on a disk of its own.
+        report: Chunks that this process has written, once they are known.
+        values: Fingerprint of the values that every process has for itself and that must be the
+            same on all; None with private disks.
     """
 
     tree: PlannedTree
@@ -63,11 +63,10 @@ class ItemParts(Struct):
     """One item that may arrive in several parts.
 
     Attributes:
-        handler: Name of the handler that saves it.
-        structure: The structure so far; empty of an item that is not a tree.
-        written: The tree of each part, by its number; their reports are complete when all is
-            durable.
-        entry: What the handler made of the last part.
+        handler: Name of the handler that saves the item.
+        structure: The structure so far; empty for an item that is not a tree.
+        written: The tree of each part, by its number; the reports are complete when all is durable.
+        entry: The entry that the handler made of the last part.
     """
 
     handler: str
@@ -76,7 +75,7 @@ class ItemParts(Struct):
     entry: ItemEntry | None = None
 
     def check_next(self, item: str, handler: str) -> None:
-        """Raise unless this handler may save one more part."""
+        """Raise an error unless this handler may save one more part."""
         if not self.handler == handler == _TREES:
             raise InvalidArgumentError(
                 f"it was saved already, by the handler {self.handler!r:.80}; only trees of dicts "
@@ -110,11 +109,11 @@ def own_digests(plan: ItemPlan, leaves: Sequence[Any]) -> dict[int, str]:
     return found
 
 
-def check_alike(names: Collection[str], reports: Sequence[WriteReport]) -> None:
-    """Raise unless the processes have saved the same trees.
+def check_alike(names: Collection[str], reports: Sequence[SaveReport]) -> None:
+    """Raise an error unless the processes have saved the same trees.
 
     Raises:
-        CoordinationError: They have not; names the first leaf.
+        CoordinationError: The trees differ; names the first leaf.
     """
     for name in names:
         with located(item=name):
@@ -126,15 +125,15 @@ def check_alike(names: Collection[str], reports: Sequence[WriteReport]) -> None:
 def merge_processes(
     entries: Mapping[str, ItemEntry],
     trees: Mapping[str, WrittenTree],
-    reports: Sequence[WriteReport],
+    reports: Sequence[SaveReport],
     created_ns: int,
 ) -> tuple[dict[str, ItemEntry], dict[str, bytes]]:
-    """Return the entries of items over what all processes have written, and files over that.
+    """Return the entries of items over the chunks of all processes, and the files of these entries.
 
     Args:
         entries: The entries that the primary's handlers made.
-        trees: What the primary has written of the items that are divided among the processes.
-        reports: What every process has written, by its number.
+        trees: The primary's trees of the items that are divided among the processes.
+        reports: The report of every process, by its number.
         created_ns: Unix time in nanoseconds.
 
     Raises:
@@ -157,9 +156,9 @@ def merge_item(
     """Return the entry of an item with its tree, and the files of its database by path.
 
     Args:
-        entry: What the handler made of it.
+        entry: The entry that the handler made.
         tree: The tree.
-        reports: What each writer has written.
+        reports: The report of each writer.
         created_ns: Unix time in nanoseconds.
     """
     stored = merge_reports(tree.leaves, reports)

@@ -11,28 +11,27 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._commit import CommitHooks
+from ckpt._engine.base_step import BaseStep
 from ckpt._engine.engine import Engine
-from ckpt._engine.last_save import LastSave
 from ckpt._engine.plan_cache import PlanCache
-from ckpt._engine.save.deadline import given_up_after
 from ckpt._engine.save.item_writer import EngineItemWriter
-from ckpt._engine.save.joint.multihost import JointSave
-from ckpt._engine.save.kept_lease import keep_lease
+from ckpt._engine.save.lease_renewal import renew_lease
 from ckpt._engine.save.merged_items import ItemParts
+from ckpt._engine.save.multihost.multihost_save import JobSave
 from ckpt._engine.save.publication import publish
-from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
+from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest
 from ckpt._engine.save.session import SaveSession
-from ckpt._engine.signs.odd_values import warn_of_odd_values
+from ckpt._engine.save.time_limit import time_limit
+from ckpt._engine.signs.nonfinite_warning import warn_of_nonfinite
 from ckpt._events import EventRecorder
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._plan.unchanged.frozen_leaves import FrozenLeaves
-from ckpt._runtime.interpreter import quick_switches
+from ckpt._runtime.interpreter import short_switch_interval
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CorruptCheckpointError, located
 from ckpt.handlers._base import Handler, errors_of, is_per_process
-from ckpt.handlers._registry import Handlers
-from ckpt.storage._base import Attempt, Storage, can_share
-from ckpt.storage._manifests import lies_in
+from ckpt.storage._base import Attempt, Storage
+from ckpt.storage._manifests import files_folder
 
 # A placeholder, so that the items keep the order in which they were given.
 _NO_ENTRY = ItemEntry(handler="")
@@ -44,7 +43,7 @@ async def save_step(
     request: SaveRequest,
     hooks: CommitHooks,
     calls: SaveCalls,
-    processes: JointSave,
+    processes: JobSave,
     *,
     may_write: Callable[[], Awaitable[object]] = anyio.lowlevel.checkpoint,
 ) -> Manifest:
@@ -52,69 +51,70 @@ async def save_step(
 
     Args:
         engine: The engine.
-        storage: Where to.
-        request: Under which name, and what beside the items.
-        hooks: The commit to move along.
-        calls: The items; published when they have ended.
-        processes: The processes of the job that save the same step at a time; the caller takes
-            part in it.
+        storage: Storage of the root.
+        request: Name of the step, and the data beside the items.
+        hooks: Hooks of the commit, which report its progress.
+        calls: The calls that bring the items; the step is published when they have ended.
+        processes: The processes of the job that save the same step together; the caller has entered
+            its operation.
         may_write: Awaited before anything but the empty attempt is written.
 
     Returns:
-        The manifest of the published step; where another process has published it, without its
-        leaves and files.
+        The manifest of the published step; if another process has published it, without its leaves
+        and files.
 
     Raises:
-        CheckpointError: What went wrong, here or in another process; further failures are among its
+        CheckpointError: The failure, in this process or another; further failures are among its
             notes.
         CoordinationTimeoutError: Another process gave no sign of life; names it.
-        DeadlineExceededError: It was not published at the deadline of the request.
+        DeadlineExceededError: The step was not published at the timeout of the request.
 
-    Cancellation: input and output under way is waited for, the attempt is removed, and nothing of
-    it is visible, unless publishing had begun: then the step is whole.
+    Cancellation: waits for input and output under way and removes the attempt, so that nothing of
+    it is visible, unless publishing has begun: then the step is whole.
     """
-    # A one-shot checkpoint has none before it.
-    shares = request.step is not None and not calls.in_parts and can_share(storage)
+    # No step comes before a one-shot checkpoint.
+    shares = request.step is not None and not calls.in_parts and storage.traits.shares_files
+    last = engine.base_step if shares else None
+    if last is not None and last.storage is not storage:
+        last = None
     created_ns = engine.now_ns() if request.times_ns is None else request.times_ns[0]
     recorder = EventRecorder("save", request.step, engine.observers)
     try:
         with (
             located(step=request.step),
-            quick_switches(),
-            given_up_after(request.deadline, hooks),
+            short_switch_interval(),
+            time_limit(request.timeout, hooks),
         ):
             async with anyio.create_task_group() as tasks:
                 session = SaveSession(
+                    engine,
                     storage,
-                    engine.staging,
-                    engine.arena,
                     hooks,
                     recorder,
                     # Saves in parts may go on beside others, and have a structure of their own.
                     PlanCache(engine.plans.rules) if calls.in_parts else engine.plans,
                     tasks,
-                    engine.vital_signs,
-                    engine.kernels,
                     FrozenLeaves(engine.frozen),
                     created_ns,
                     processes,
                     parts={} if calls.in_parts else None,
                     shares=shares,
-                    last=_last_save(engine, storage) if shares else None,
-                    damaged=engine.damaged,
-                    writes_later=engine.writes_later,
+                    last=last,
                 )
-                keeper = anyio.CancelScope()
-                tasks.start_soon(_begin, session, request, may_write, keeper)
-                manifest = await _run(session, engine, request, calls)
-                keeper.cancel()
+                renewal = anyio.CancelScope()
+                tasks.start_soon(_begin, session, request, may_write, renewal)
+                manifest = await _run(session, request, calls)
+                renewal.cancel()
         if session.saved:
-            engine.last_save = LastSave(storage, lies_in(request.step_dir, manifest), session.saved)
+            engine.base_step = BaseStep(
+                storage, files_folder(request.step_dir, manifest), session.saved
+            )
         if processes.publishes:
-            warn_of_odd_values(engine, manifest, f"{storage.location}/{request.step_dir}")
+            warn_of_nonfinite(engine, manifest, f"{storage.location}/{request.step_dir}")
         return manifest
     except BaseException as error:
-        # Before anything is removed: what that makes the others meet is not what went wrong.
+        # Settled before anything is removed: the removal causes errors elsewhere that hide this
+        # one.
         agreed = await processes.settle(error)
         if agreed is error:
             raise
@@ -127,23 +127,18 @@ async def save_step(
                 await storage.discard(session.attempt, joined=not processes.is_alone)
 
 
-def _last_save(engine: Engine, storage: Storage) -> LastSave | None:
-    last = engine.last_save
-    return last if last is not None and last.storage is storage else None
-
-
 async def _begin(
     session: SaveSession,
     request: SaveRequest,
     may_write: Callable[[], Awaitable[object]],
-    keeper: anyio.CancelScope,
+    renewal: anyio.CancelScope,
 ) -> None:
-    """Open the attempt while the tree is planned; let the items write when it is our turn."""
+    """Begin the attempt while the tree is planned; let the items write when it is our turn."""
     storage = session.storage
 
     async def begin() -> Attempt:
         session.attempt = await storage.begin(request.step_dir)
-        session.tasks.start_soon(keep_lease, storage, session.attempt, keeper)
+        session.tasks.start_soon(renew_lease, storage, session.attempt, renewal)
         return session.attempt
 
     started = await session.processes.begin(
@@ -159,11 +154,9 @@ async def _begin(
     session.attempt_ready.set()
 
 
-async def _run(
-    session: SaveSession, engine: Engine, request: SaveRequest, calls: SaveCalls
-) -> Manifest:
-    """Stage the items of every call and commit them behind the caller's back; then publish."""
-    hooks, rules = session.hooks, engine.plans.rules
+async def _run(session: SaveSession, request: SaveRequest, calls: SaveCalls) -> Manifest:
+    """Stage the items of every call and commit them after the caller has returned; then publish."""
+    hooks, rules = session.hooks, session.plans.rules
     pending: dict[_Pending, None] = {}
     entries: dict[str, ItemEntry] = {}
     try:
@@ -176,8 +169,8 @@ async def _run(
                 with session.recorder.phase("blocked"):
                     async with anyio.create_task_group() as stagers:
                         for name in list(call.items):
-                            # The task alone keeps the caller's object, and only while it stages.
-                            item = partial(_stage_item, session, engine.handlers, call, name)
+                            # Only the task keeps the caller's object, and only while it stages.
+                            item = partial(_stage_item, session, call, name)
                             stagers.start_soon(item, call.items.pop(name), pending)
                     if rules is not None and session.parts is None:
                         rules.check_used(session.formatted)
@@ -186,20 +179,20 @@ async def _run(
                     hooks.stage("writing")
                     session.end_staging(call)
                 hooks.watch.add_blocked(call.began)
-                call.on_safe()
-                call.returned.set()
+                call.on_snapshot()
+                call.caller_released.set()
                 for each in [each for each in pending if each not in before]:
                     commits.start_soon(_commit_item, session, each, entries, pending)
-                # Until the next call, which may be long, items that are done must not be kept.
+                # Finished items must not be kept until the next call, which may be long in coming.
                 del before
         if session.parts is not None:
-            await _join_parts(session, engine, entries)
+            await _join_parts(session, entries)
     finally:
         for each in pending:
             each.close()
-    # Taken over before that was known; what the caller has given may be gone.
+    # These files were shared before the damage was known; the caller's arrays may be gone.
     for path, file in session.files.items():
-        if file.shared and path in session.damaged:
+        if file.shared and path in session.engine.damaged:
             raise CorruptCheckpointError(
                 f"{path}, which it shares with the step before, was found damaged while it was "
                 "saved. Nothing of it is left; the next save shares that file no more"
@@ -208,11 +201,11 @@ async def _run(
     await anyio.lowlevel.checkpoint()
     hooks.stage("publishing")
     hooks.watch.note(written=hooks.watch.elapsed)
-    return await publish(session, engine, request, entries)
+    return await publish(session, request, entries)
 
 
 class _Pending(Struct, frozen=True, eq=False):
-    """An item that is staged: who saves it, and the commit that the handler gave for it."""
+    """An item that is staged: its handler, its writer, and the commit that the handler gave."""
 
     name: str
     handler: Handler
@@ -220,7 +213,7 @@ class _Pending(Struct, frozen=True, eq=False):
     commit: Awaitable[ItemEntry]
 
     def close(self) -> None:
-        """Say that the commit is over, or will not be awaited."""
+        """Close the commit, which is over or will not be awaited."""
         close = getattr(self.commit, "close", None)
         if callable(close):
             close()
@@ -228,13 +221,12 @@ class _Pending(Struct, frozen=True, eq=False):
 
 async def _stage_item(
     session: SaveSession,
-    handlers: Handlers,
     call: SaveCall,
     name: str,
     item: Any,
     pending: dict[_Pending, None],
 ) -> None:
-    handler = handlers.for_item(name, item)
+    handler = session.engine.handlers.for_item(name, item)
     parts = None
     if session.parts is not None:
         parts = session.parts.get(name)
@@ -262,14 +254,14 @@ async def _commit_item(
             raise TypeError(f"the commit gave {entry!r:.80}, which is no ItemEntry")
         entries[item.name] = await item.writer.finish(entry)
     item.close()
-    # Parts that are done must not add up.
+    # Finished parts must not accumulate.
     del pending[item]
 
 
-async def _join_parts(session: SaveSession, engine: Engine, entries: dict[str, ItemEntry]) -> None:
+async def _join_parts(session: SaveSession, entries: dict[str, ItemEntry]) -> None:
     """Write the indexes over all parts of each item, and make the entries of the items."""
-    if engine.plans.rules is not None:
-        engine.plans.rules.check_used(session.formatted)
+    if session.plans.rules is not None:
+        session.plans.rules.check_used(session.formatted)
     async with anyio.create_task_group() as writers:
         for name, parts in (session.parts or {}).items():
             with located(item=name):

@@ -1,4 +1,4 @@
-"""Republication: a step directory whose data stays where it is gets another manifest."""
+"""Republication: a step directory gets another manifest, and its data stays in place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import anyio
 
-from ckpt._engine.save.kept_lease import keep_lease
+from ckpt._engine.save.lease_renewal import renew_lease
 from ckpt.storage._base import Attempt, Storage
 
 
@@ -19,14 +19,14 @@ async def republish(
     replacing: str | None = None,
     give_up: Callable[[Attempt], Awaitable[None]] | None = None,
 ) -> None:
-    """Publish an attempt that takes little to write.
+    """Publish an attempt that is quick to write.
 
     Args:
-        storage: The root.
-        step_dir: The step directory.
+        storage: Storage of the root.
+        step_dir: Name of the step directory.
         write: Writes all files of the attempt, the manifest last; returns their sizes by path.
-        overwrite: Whether an existing step directory is replaced.
-        replacing: Exactly the step directory of that attempt is replaced; see `Storage.publish`.
+        overwrite: True if an existing step directory is replaced.
+        replacing: Id of an attempt; exactly its step directory is replaced, see `Storage.publish`.
         give_up: Ends an attempt that is not published; None discards it.
 
     Raises:
@@ -34,23 +34,23 @@ async def republish(
         StepDeletedError: The step directory of `replacing` is gone.
         StorageError: The store refused.
 
-    Cancellation: operations under way are waited for, and nothing is changed, unless publishing had
-    begun: then the step is complete.
+    Cancellation: waits for operations under way, and changes nothing, unless publishing has begun:
+    then the step is complete.
     """
     attempt: Attempt | None = await storage.begin(step_dir)
     assert attempt is not None
     try:
         async with anyio.create_task_group() as tasks:
-            keeper = anyio.CancelScope()
-            tasks.start_soon(keep_lease, storage, attempt, keeper)
+            renewal = anyio.CancelScope()
+            tasks.start_soon(renew_lease, storage, attempt, renewal)
             files = await write(attempt)
-            # Not cancelled from here on: it must be known what the store has done.
+            # Shielded from here on: the result of the store's act must be known.
             with anyio.CancelScope(shield=True):
                 await storage.publish(
                     attempt, overwrite=overwrite, replacing=replacing, files=files
                 )
                 attempt = None
-            keeper.cancel()
+            renewal.cancel()
     finally:
         if attempt is not None:
             with anyio.CancelScope(shield=True):

@@ -1,11 +1,11 @@
-"""The session of a save: what its items share, such as the attempt, staging memory, write lanes."""
+"""The session of a save: state that its items share: the attempt, staging memory, write lanes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Set
+from collections.abc import AsyncIterator, Callable
 from typing import TypeVar, TypeVarTuple
 
 import anyio
@@ -13,39 +13,38 @@ from anyio.abc import TaskGroup
 from msgspec import Struct, field
 
 from ckpt._commit import CommitHooks
-from ckpt._engine.last_save import LastSave, SavedItem
-from ckpt._engine.memory.arena import Arena, Block
+from ckpt._engine.base_step import BaseStep, SavedItem
+from ckpt._engine.engine import Engine
+from ckpt._engine.memory.arena import Block
 from ckpt._engine.plan_cache import PlanCache
-from ckpt._engine.save.joint.multihost import JointSave
 from ckpt._engine.save.merged_items import ItemParts, WrittenTree
-from ckpt._engine.save.request import SaveCall
-from ckpt._engine.signs.kernels import Kernels
+from ckpt._engine.save.multihost.multihost_save import JobSave
+from ckpt._engine.save.save_request import SaveCall
 from ckpt._events import EventRecorder
 from ckpt._format.digests import digest
 from ckpt._format.manifest_head import FileEntry
 from ckpt._plan.format_rules import Formatted
 from ckpt._plan.unchanged.frozen_leaves import FrozenLeaves
 from ckpt._runtime.threads import run_in_thread
-from ckpt._settings import Staging, VitalSignsMode
 from ckpt.storage._base import Attempt, Storage
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-# Measured on 2 cores: direct writes of two lanes keep a disk of 2 GB/s busy, and four do where each
+# Measured on 2 cores: direct writes of two lanes keep a disk of 2 GB/s busy; four lanes do if each
 # write takes longer. Two copying threads saturate the memory of a small machine.
 LANES = 4
 STAGERS = 2
-# Each keeps one core busy and holds a batch in memory.
+# Each encoder keeps one core busy and holds a batch in memory.
 ENCODERS = max(LANES, min(os.cpu_count() or 1, 16))
 
 
 class Lanes:
-    """The write lanes of one save: as many writes as there are lanes may be under way."""
+    """The write lanes of one save; their number limits the writes under way."""
 
     def __init__(self, count: int) -> None:
         """Number the lanes from 0 to `count` - 1."""
-        # The lane that has been free for longest is next, so that a picture shows all in use.
+        # The lane that has been free for longest is next, so that a trace shows all lanes in use.
         self._free = deque(range(count))
         self._slots = anyio.Semaphore(count)
 
@@ -61,66 +60,58 @@ class Lanes:
 
 
 class SaveSession(Struct):
-    """What the items of one save share.
+    """State that the items of one save share.
 
     Attributes:
-        storage: Where the step goes.
-        staging: How arrays are staged.
-        arena: The staging memory of the engine.
-        hooks: The commit to move along.
-        recorder: Takes the timed phases.
+        engine: The engine.
+        storage: Storage of the root.
+        hooks: Hooks of the commit, which report its progress.
+        recorder: Recorder of the timed phases.
         plans: Plans of earlier saves.
-        tasks: Task group of the save; what it runs is durable when it has ended.
-        vital_signs: Where the vital signs of arrays are taken.
-        kernels: What takes them on devices.
-        frozen: The leaves that are said not to change.
+        tasks: Task group of the save; all that its tasks write is durable when it has ended.
+        frozen: The leaves that are declared frozen.
         created_ns: Unix time in nanoseconds at which the save began.
         processes: The other processes of the job that save the same step.
         save: Id of the attempt that the primary has begun, once `attempt_ready` is set.
+        attempt_ready: Set when the attempt may be written to.
         attempt: The attempt; it may be written to once `attempt_ready` is set.
         parts: The items so far, if each may arrive in several parts; else None.
-        begun: Set when the attempt is there, which may be before it may be written to.
-        shares: Whether the step may have files in common with those before and after it.
+        begun: Set when the attempt exists, which may be before it may be written to.
+        shares: True if the step may share files with the steps before and after it.
         last: The step before, in the same root, if this process has saved or restored it.
-        damaged: As of `Engine`, also what is found while this save goes on.
-        writes_later: As of `Engine`.
-        sharing: Files of that step that are being put into this one; set when that is over.
-        saved: By item what this process has written, for the save after this one.
+        sharing: Files of the step before that are being shared, each with an event that is set at
+            the end.
+        saved: Items as this process has written them, by name, for the next save.
         files: Size and digest of every file of the step that this process has written.
-        sizes: Size of every file of the step, by whichever process, once its manifest is written.
+        sizes: Size of every file of the step, by any process, once its manifest is written.
         trees: Items whose leaves are divided among the processes of the job.
-        formatted: What the formats came to, for every item that was planned.
+        formatted: The effect of the format rules on every item that was planned.
         blocks: The staging memory in use.
         elsewhere: Bytes of other memory that count as staging memory.
         lanes: The write lanes, shared by all items.
-        computing: Lets one thread at a time compute in Python; see `compute`.
-        planning: Held while an item is planned: the plan cache is used by one at a time.
-        stagers: Bounds the copying while the caller waits.
-        held_stagers: Bounds the copying after the caller has returned.
-        encoders: Bounds how many batches are encoded at once.
+        computing: Lock that lets one thread at a time compute in Python; see `compute`.
+        planning: Lock held while an item is planned, since only one task may use the plan cache.
+        stagers: Limit of concurrent copies while the caller waits.
+        held_stagers: Limit of concurrent copies after the caller has returned.
+        encoders: Limit of batches that are encoded at once.
     """
 
+    engine: Engine
     storage: Storage
-    staging: Staging
-    arena: Arena
     hooks: CommitHooks
     recorder: EventRecorder
     plans: PlanCache
     tasks: TaskGroup
-    vital_signs: VitalSignsMode
-    kernels: Kernels
     frozen: FrozenLeaves
     created_ns: int
-    processes: JointSave
+    processes: JobSave
     save: str = ""
     parts: dict[str, ItemParts] | None = None
     attempt_ready: anyio.Event = field(default_factory=anyio.Event)
     attempt: Attempt | None = None
     begun: anyio.Event = field(default_factory=anyio.Event)
     shares: bool = False
-    last: LastSave | None = None
-    damaged: Set[str] = frozenset()
-    writes_later: bool = False
+    last: BaseStep | None = None
     sharing: dict[str, anyio.Event] = field(default_factory=dict)
     saved: dict[str, SavedItem] = field(default_factory=dict)
     files: dict[str, FileEntry] = field(default_factory=dict)
@@ -139,18 +130,14 @@ class SaveSession(Struct):
     async def compute(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """Call a function that computes in Python for long in a thread, one at a time.
 
-        Several would be no faster: they would only take the interpreter lock from each other, and
-        from the caller's event loop.
+        Several at a time would be no faster: they would only take the interpreter lock from each
+        other, and from the caller's event loop.
         """
         async with self.computing:
             return await run_in_thread(function, *args)
 
-    def begin_staging(self, call: SaveCall) -> None:
-        """Note that staging goes on after the handlers' calls have returned."""
-        call.stagings += 1
-
     def end_staging(self, call: SaveCall) -> None:
-        """Note that this has ended, or that the handlers' calls have returned."""
+        """Note that one staging has ended, or that the handlers' calls have returned."""
         call.stagings -= 1
         if not call.stagings:
             self.hooks.watch.note(staged=self.hooks.watch.elapsed)
@@ -163,10 +150,10 @@ class SaveSession(Struct):
         return self.attempt
 
     async def allocate(self, nbytes: int, call: SaveCall, *, held: bool = False) -> Block:
-        """Take staging memory; it is given back when the save ends, at the latest."""
-        if not self.arena.has_room(nbytes):
-            call.pressed.set()
-        block = await self.arena.allocate(nbytes, held=held)
+        """Allocate staging memory; it is freed when the save ends, at the latest."""
+        if not self.engine.arena.has_room(nbytes):
+            call.urgent.set()
+        block = await self.engine.arena.allocate(nbytes, held=held)
         self.blocks.append(block)
         return block
 
@@ -177,29 +164,28 @@ class SaveSession(Struct):
         await self.storage.write(attempt, path, data)
 
     def free(self, block: Block) -> None:
-        """Give staging memory back."""
         self.blocks.remove(block)
-        self.arena.free(block)
+        self.engine.arena.free(block)
 
     def shrink(self, block: Block, nbytes: int) -> Block:
-        """Give the end of a block back, and return what is left of it."""
-        kept = self.arena.shrink(block, nbytes)
+        """Free the end of a block, and return the rest of it."""
+        kept = self.engine.arena.shrink(block, nbytes)
         self.blocks[next(n for n, each in enumerate(self.blocks) if each is block)] = kept
         return kept
 
     def count_elsewhere(self, most: int) -> int:
-        """Count up to so many bytes of other memory, at the latest until the save ends."""
-        counted = self.arena.count_elsewhere(most)
+        """Count up to `most` bytes of other memory as used, until the save ends at the latest."""
+        counted = self.engine.arena.count_elsewhere(most)
         self.elsewhere += counted
         return counted
 
     def uncount(self, nbytes: int) -> None:
-        """Count so many bytes of other memory no more."""
+        """Stop counting `nbytes` of other memory."""
         self.elsewhere -= nbytes
-        self.arena.uncount(nbytes)
+        self.engine.arena.uncount(nbytes)
 
     def free_all(self) -> None:
-        """Give back what is left; no input or output may be under way."""
+        """Free all staging memory that is left; no input or output may be under way."""
         while self.blocks:
-            self.arena.free(self.blocks.pop())
+            self.engine.arena.free(self.blocks.pop())
         self.uncount(self.elsewhere)

@@ -1,29 +1,25 @@
-"""Shared files: those of the step before that a save takes over instead of writing their bytes."""
+"""Shared files: files of the step before that a save reuses instead of writing their bytes."""
 
 from __future__ import annotations
 
 import anyio
 from msgspec.structs import replace
 
-from ckpt._engine.last_save import RestoredItem, SavedItem
+from ckpt._engine.base_step import RestoredItem, SavedItem
 from ckpt._engine.save.session import SaveSession
 from ckpt._plan.item_reports import ItemReport
 from ckpt._plan.save_plan import SavePlan
-from ckpt._plan.unchanged.kept_chunks import in_files
+from ckpt._plan.unchanged.base_chunks import in_files
 from ckpt._runtime.threads import run_in_thread
-from ckpt.storage._base import SharesFiles
 
-# How long a caller of save() waits at most for what lets it return sooner.
+# Most time that a caller of save() waits for work that lets it return sooner.
 _PATIENCE_SECONDS = 0.05
 
 
-async def known_item(session: SaveSession, item: str, plan: SavePlan) -> SavedItem | None:
-    """Return the item as the step before has it, if its tree is planned as it was then.
+async def base_item(session: SaveSession, item: str, plan: SavePlan) -> SavedItem | None:
+    """Return the item of the step before, if its tree had the same plan; else None.
 
-    Args:
-        session: The save.
-        item: Name of the item.
-        plan: The plan for all its chunks.
+    `plan` is the plan for all of its chunks.
     """
     known = None if session.last is None else session.last.items.get(item)
     if isinstance(known, RestoredItem):
@@ -31,7 +27,7 @@ async def known_item(session: SaveSession, item: str, plan: SavePlan) -> SavedIt
     return known if known is not None and known.plan is plan else None
 
 
-async def take_over(
+async def reuse_files(
     session: SaveSession, item: str, known: SavedItem, wanted: ItemReport
 ) -> ItemReport | None:
     """Put files of the step before into the attempt.
@@ -39,19 +35,18 @@ async def take_over(
     Args:
         session: The save.
         item: Name of the item.
-        known: The item as the step before has it.
-        wanted: Which of its chunks are to be taken over; all that they need of their files.
+        known: The item of the step before.
+        wanted: The chunks of it to reuse, as a report; covers all chunks needed from their files.
 
     Returns:
-        What of it is in the attempt now; None for nothing. The rest is to be written.
+        The part of `wanted` that is in the attempt now; None for nothing. The rest is to be
+        written.
     """
     assert session.last is not None
-    assert isinstance(session.storage, SharesFiles)
-    paths = {
-        full: path for path in wanted.files if (full := f"{item}/{path}") not in session.damaged
-    }
+    damaged = session.engine.damaged
+    paths = {full: path for path in wanted.files if (full := f"{item}/{path}") not in damaged}
     # The attempt is begun while the tree is planned. In a job another process begins it, and a
-    # process that comes late must not hold up the callers in all others.
+    # process that comes late must not delay the callers in all others.
     with anyio.move_on_after(_PATIENCE_SECONDS):
         await session.begun.wait()
     if session.attempt is None:

@@ -1,4 +1,4 @@
-"""The step manifest: what all processes have written comes together in it."""
+"""The step manifest: merges the reports of all processes, and describes the step."""
 
 from __future__ import annotations
 
@@ -8,48 +8,44 @@ from collections.abc import Mapping, Sequence
 import anyio
 
 from ckpt._engine.engine import Engine
-from ckpt._engine.save.joint.write_report import WriteReport, same_items
 from ckpt._engine.save.merged_items import merge_processes
-from ckpt._engine.save.request import SaveRequest
+from ckpt._engine.save.multihost.save_report import SaveReport, same_items
+from ckpt._engine.save.save_request import SaveRequest
 from ckpt._engine.save.session import SaveSession
 from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, Manifest, encode, features, sizes
 from ckpt._format.manifest_head import FILE_NAME, FORMAT_VERSION, MAX_BYTES, FileEntry
 from ckpt._plan.multihost.per_process import apart, combine
-from ckpt._plan.orbax_view import step_view, text_view
+from ckpt._plan.orbax_view import step_view, text_view, why_hidden
+from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
-from ckpt._tree.leaf_names import same_name
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import is_per_process
-from ckpt.handlers._registry import Handlers
 
 logger = logging.getLogger("ckpt")
 
-# Leaves that a warning names.
+# Most leaves that a warning names.
 _NAMED = 5
 
 
-def own_report(
-    session: SaveSession, engine: Engine, entries: Mapping[str, ItemEntry]
-) -> WriteReport:
-    """Return what the primary has to know about what this process has written."""
+def own_report(session: SaveSession, entries: Mapping[str, ItemEntry]) -> SaveReport:
+    """Return the report of this process for the primary."""
     own_disks = session.processes.own_disks
     reported = {}
     for name, entry in entries.items():
-        own = is_per_process(engine.handlers.named(entry.handler, name))
-        # The primary has its own entries of the items that all have in common.
+        own = is_per_process(session.engine.handlers.named(entry.handler, name))
+        # The primary has its own entries of the items that all processes have in common.
         reported[name] = entry if own and not own_disks else ItemEntry(handler=entry.handler)
     trees = {name: tree.for_primary() for name, tree in session.trees.items()}
-    return WriteReport(reported, trees, {} if own_disks else session.files)
+    return SaveReport(reported, trees, {} if own_disks else session.files)
 
 
 async def merge_entries(
     session: SaveSession,
-    handlers: Handlers,
     entries: Mapping[str, ItemEntry],
-    reports: Sequence[WriteReport],
+    reports: Sequence[SaveReport],
 ) -> dict[str, ItemEntry]:
-    """Return the entries of the items over what all processes have written; write their indexes."""
+    """Return the entries of the items over the chunks of all processes; write their indexes."""
     if session.processes.is_alone:
         return dict(entries)
     same_items(reports)
@@ -57,32 +53,28 @@ async def merge_entries(
         merge_processes, entries, session.trees, reports, session.created_ns
     )
     for name, entry in entries.items():
-        if is_per_process(handlers.named(entry.handler, name)):
+        if is_per_process(session.engine.handlers.named(entry.handler, name)):
             with located(item=name):
                 found[name] = combine([report.entries[name] for report in reports])
     for report in reports[1:]:
         session.files.update(report.files)
-    async with anyio.create_task_group() as writers:
-        for path, data in files.items():
-            writers.start_soon(session.write, path, data)
+    await for_each(lambda path: session.write(path, files[path]), files)
     return found
 
 
-def own_entries(
-    session: SaveSession, handlers: Handlers, entries: Mapping[str, ItemEntry]
-) -> dict[str, ItemEntry]:
-    """Return the entries of a process that has a disk of its own."""
+def own_entries(session: SaveSession, entries: Mapping[str, ItemEntry]) -> dict[str, ItemEntry]:
+    """Return the entries of a process with a private disk."""
     group = session.processes.group
     return {
         name: apart(entry, group.index, group.count)
-        if is_per_process(handlers.named(entry.handler, name))
+        if is_per_process(session.engine.handlers.named(entry.handler, name))
         else entry
         for name, entry in entries.items()
     }
 
 
 def warn_of_unequal(entries: Mapping[str, ItemEntry]) -> None:
-    """Warn of the leaves that processes should hold the same values of, and do not."""
+    """Warn of leaves of which processes should hold the same values, and do not."""
     unequal = [
         f"{entry.leaves.names[leaf]!r} of {name!r} (process {', '.join(map(str, processes))})"
         for name, entry in entries.items()
@@ -98,42 +90,34 @@ def warn_of_unequal(entries: Mapping[str, ItemEntry]) -> None:
 
 
 def _warn_of_hidden(engine: Engine, entries: Mapping[str, ItemEntry]) -> None:
-    """Name items that Orbax cannot see, each once."""
+    """Warn of items that Orbax cannot read, once for each."""
     for name, entry in entries.items():
-        same = same_name(entry.leaves.names)
-        if same is not None and (name, *same) not in engine.plans.hidden:
-            engine.plans.hidden.add((name, *same))
+        why = why_hidden(entry)
+        if why and (name, why) not in engine.plans.hidden:
+            engine.plans.hidden.add((name, why))
             logger.warning(
-                "Orbax cannot read the item %r: it has one name for the leaves %r and %r. This "
-                "library reads all of it",
-                name,
-                *same,
+                "Orbax cannot read the item %r: %s. This library reads all of it", name, why
             )
 
 
 async def write_manifest(
     session: SaveSession,
-    engine: Engine,
     request: SaveRequest,
     entries: Mapping[str, ItemEntry],
     more: Mapping[str, bytes] | None = None,
 ) -> Manifest:
-    """Write what is left of the Orbax view, then the manifest; all of it is durable on return.
+    """Write the rest of the Orbax view, then the manifest; all of it is durable on return.
 
-    Args:
-        session: The save.
-        engine: The engine.
-        request: What is saved.
-        entries: The entries of the items.
-        more: Other files that are written with it, by path.
+    `more` are other files that are written with it, by path.
     """
     if not entries:
-        # Such a step could not be read.
+        # A step without items could not be read.
         raise InvalidArgumentError("there is no item to save: a step has at least one")
     attempt = await session.opened()
+    engine = session.engine
     committed_ns = engine.now_ns() if request.times_ns is None else request.times_ns[1]
     files: dict[str, bytes] = dict(more or {})
-    # Orbax would read zeros where the chunks are on other disks.
+    # No view with private disks: Orbax would read zeros for the chunks on other disks.
     if not session.processes.own_disks:
         files |= step_view(
             request.step_dir,
@@ -188,7 +172,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """Return the bytes of a manifest.
 
     Raises:
-        InvalidArgumentError: It is too large, or the user's metadata cannot be written as JSON.
+        InvalidArgumentError: The manifest is too large, or the user's metadata is not JSON.
     """
     encoded = encode(manifest)
     if len(encoded) > MAX_BYTES:

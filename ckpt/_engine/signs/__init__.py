@@ -1,1 +1,1 @@
-"""Vital signs of arrays that are computed where the arrays are."""
+"""Vital signs of arrays, computed on the devices that hold the arrays."""

@@ -1,7 +1,7 @@
 """The pass over arrays on their devices: begun before the caller goes on, and read afterwards.
 
-The kernels are in the queues of the devices when `begin_pass` returns, so the caller may donate its
-arrays then. What they find is a few bytes for each chunk; it is fetched when it is asked for.
+The kernels are in the queues of the devices when `begin_pass` returns, so from then on the caller
+may donate its arrays. The results are a few bytes for each chunk, fetched on demand.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ckpt._engine.memory.staging import shards_of
 from ckpt._engine.signs.kernels import KernelKey, Kernels
 from ckpt._engine.signs.shard_kernel import KERNEL_DTYPES, LARGE_SCALE, SMALL_SCALE, is_run
 from ckpt._format.regions import Region, Shape, addressable_regions, chunk_grid, position_in_grid
-from ckpt._plan.chunking import LeafPlan, has_chunks
+from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.ownership import holders_of
-from ckpt._settings import VitalSignsMode
+from ckpt._settings import SignsPlace
 from ckpt._vitals.replicas import COPY, no_copies
 from ckpt._vitals.signs import SIGNS, Array
 
 logger = logging.getLogger("ckpt")
 
-# Leaves that a warning names.
+# Most leaves that a warning names.
 _NAMED = 5
-# Smaller shards are many, and the host takes small arrays together.
+# Smallest shard for a kernel: small shards are many, and the host takes small arrays together.
 _LEAST_BYTES = 1 << 20
-# Indexes and counts have 32 bits.
+# Most elements of a shard: indexes and counts have 32 bits.
 _MOST_ELEMENTS = 1 << 31
 
 
@@ -42,11 +42,12 @@ class _LeafPass(Struct, frozen=True, eq=False):
     """The kernels over one leaf.
 
     Attributes:
-        plan: Its plan.
-        regions: What devices of this process hold of it, and their positions in the results.
+        plan: Plan of the leaf.
+        regions: The regions of the leaf on devices of this process, and their positions in the
+            results.
         elsewhere: Regions that other processes hold, too.
         devices: The devices, in the order of the results.
-        results: See `Kernels`.
+        results: Pending results; see `Kernels`.
     """
 
     plan: LeafPlan
@@ -57,13 +58,12 @@ class _LeafPass(Struct, frozen=True, eq=False):
 
 
 class _Found(Struct, frozen=True, eq=False):
-    """What the kernels over one leaf have found.
+    """The results of the kernels over one leaf.
 
     Attributes:
-        records: By number of the chunk the record of its vital signs.
-        copies: What this process holds of chunks that others hold, too; see
-            `ckpt._vitals.replicas`.
-        unequal: Devices that hold other values than most devices with the same region.
+        records: Records of the vital signs, by number of the chunk.
+        copies: Chunks of this process that others hold, too; see `ckpt._vitals.replicas`.
+        unequal: Devices whose values differ from those of most devices with the same region.
     """
 
     records: Mapping[int, Array]
@@ -75,27 +75,26 @@ class DevicePass:
     """The pass over the leaves of an item. Its methods run in worker threads.
 
     Attributes:
-        looked_at: Numbers of the leaves that it goes over.
+        looked_at: Numbers of the leaves that the pass covers.
     """
 
     def __init__(self, pending: Mapping[int, _LeafPass]) -> None:
         """Wait for the kernels over leaves, by their numbers."""
         self.looked_at = frozenset(pending)
         self._pending = pending
-        # None where the computation failed.
+        # None for a leaf whose computation failed.
         self._found: dict[int, _Found | None] = {}
         self._reading = threading.Lock()
 
     def record(self, leaf: int, chunk: int) -> Array | None:
-        """Return the record of a chunk; None if it is to be taken on the host."""
+        """Return the record of a chunk; None if the host is to take it."""
         found = self._read(leaf)
         return None if found is None else found.records[chunk]
 
     def copies(self, process: int) -> Array:
-        """Return what this process holds of chunks of which there should be equal ones.
+        """Return this process's copies of chunks that should be equal on several devices.
 
-        Args:
-            process: Its number.
+        `process` is its number.
         """
         found = filter(None, map(self._read, self._pending))
         copies = np.concatenate([no_copies(), *(each.copies for each in found)])
@@ -103,11 +102,7 @@ class DevicePass:
         return copies
 
     def warn_of_unequal(self, item: str) -> None:
-        """Name the leaves that devices of this process should hold the same values of, and do not.
-
-        Args:
-            item: The item that they are of.
-        """
+        """Warn of leaves of `item` that differ on devices of this process and should be equal."""
         found = {each.plan.name: self._read(leaf) for leaf, each in self._pending.items()}
         unequal = {name: each.unequal for name, each in found.items() if each and each.unequal}
         if not unequal:
@@ -140,34 +135,32 @@ class DevicePass:
 
 
 def begin_pass(
-    mode: VitalSignsMode,
+    place: SignsPlace,
     plans: Sequence[LeafPlan],
     leaves: Sequence[Any],
     known: Iterable[int],
     kernels: Kernels,
-) -> DevicePass | None:
+) -> DevicePass:
     """Begin to take the vital signs of arrays on their devices, where that is possible.
 
     Args:
-        mode: Where they are taken; None is returned if nowhere. Only "device" waits for kernels to
-            be compiled: a save should not take longer the first time.
+        place: Place where the signs are taken. Only "device" waits for kernels to be compiled: a
+            save should not take longer the first time.
         plans: The plans of all leaves of the item.
         leaves: The leaves.
-        known: Numbers of leaves that are not looked at.
-        kernels: The kernels that are there.
+        known: Numbers of leaves that are left out.
+        kernels: The kernels compiled so far.
     """
-    if mode is False:
-        return None
-    if mode == "host":
+    if place == "host":
         return DevicePass({})
     left_out = set(known)
     keys = {
         number: key_of(leaf.sharding, leaf.shape, leaf.dtype.name, tuple(plan.chunk))
         for number, (plan, leaf) in enumerate(zip(plans, leaves, strict=True))
-        if number not in left_out and _is_suitable(plan, leaf, on_cpus=mode == "device")
+        if number not in left_out and _is_suitable(plan, leaf, on_cpus=place == "device")
     }
     missing = kernels.missing(keys.values())
-    if mode == "device":
+    if place == "device":
         for key in missing:
             kernels.compile(key)
     else:
@@ -179,7 +172,7 @@ def begin_pass(
             try:
                 pending[number] = _begin(plans[number], leaves[number], key, kernel)
             except Exception as error:
-                # An array in another layout, or a device whose memory is full.
+                # For example an array in another layout, or a device whose memory is full.
                 kernels.give_up(key)
                 _say_failed(plans[number], error)
     return DevicePass(pending)
@@ -195,14 +188,14 @@ def _say_failed(plan: LeafPlan, error: Exception) -> None:
 
 
 def _is_suitable(plan: LeafPlan, leaf: Any, *, on_cpus: bool) -> bool:
-    if not isinstance(leaf, jax.Array) or plan.packed or not has_chunks(plan):
+    if not isinstance(leaf, jax.Array) or plan.packed or not plan.has_chunks:
         return False
-    # What is stored must be what is on the device.
+    # The stored dtype must be the dtype on the device.
     return leaf.dtype.name == plan.spec.dtype and can_be_passed(leaf, plan.chunk, on_cpus=on_cpus)
 
 
 def can_be_passed(leaf: jax.Array, chunk: Shape, *, on_cpus: bool) -> bool:
-    """Tell whether a kernel can go over an array, chunk by chunk, and whether that is worth it."""
+    """Return True if a kernel can cover an array chunk by chunk, and if that is worth it."""
     if leaf.dtype.name not in KERNEL_DTYPES or leaf.is_deleted():
         return False
     if not _is_in_device_memory(leaf, on_cpus=on_cpus):
@@ -236,7 +229,7 @@ def _memory_of(device: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def key_of(sharding: jax.sharding.Sharding, shape: Shape, dtype: str, chunk: Shape) -> KernelKey:
-    """Return what a kernel over the chunks of an array is compiled for."""
+    """Return the key of the kernel over the chunks of an array."""
     devices = tuple(sharding.addressable_devices_indices_map(shape))
     offsets = [(0,) * len(shape)] * len(devices)
     for region, positions in addressable_regions(sharding, shape):
@@ -271,7 +264,7 @@ def _held_elsewhere(
 
 
 def _read(leaf: int, pending: _LeafPass) -> _Found:
-    """Wait for the kernels over a leaf; whatever went wrong in them is raised."""
+    """Wait for the kernels over a leaf; their errors are raised."""
     every = signs_records(*(np.asarray(each) for each in pending.results))
     found: dict[int, Array] = {}
     copies: list[tuple[Any, ...]] = []
@@ -287,7 +280,7 @@ def _read(leaf: int, pending: _LeafPass) -> _Found:
                 copies += [(0, leaf, number, tuple(each)) for each in prints.tolist()]
             if len(prints) > 1:
                 is_most = counts == counts.max()
-                # Where no value has more holders than every other, all may be wrong.
+                # If no value has the most holders alone, all may be wrong.
                 is_other = ~is_most[which.reshape(-1)] | (is_most.sum() > 1)
                 others = [positions[each] for each in np.flatnonzero(is_other).tolist()]
                 unequal.update(dict.fromkeys(pending.devices[each] for each in others))
@@ -295,7 +288,7 @@ def _read(leaf: int, pending: _LeafPass) -> _Found:
 
 
 def signs_records(counts: Array, squares: Array) -> Array:
-    """Return the records of vital signs from what kernels have added up."""
+    """Return the records of vital signs from the sums of the kernels."""
     records = np.zeros(counts.shape[:2], SIGNS)
     records["fingerprint"] = counts[..., :2]
     records["nonfinite"] = counts[..., 2]

@@ -1,4 +1,4 @@
-"""Compiled kernels of vital signs, for arrays as they lie on devices."""
+"""Compiled kernels of vital signs, for the layouts that arrays have on devices."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ckpt._runtime.threads import run_in_thread
 
 logger = logging.getLogger("ckpt")
 
-# A kernel may need this part of the memory of a shard for itself, and a little.
+# Most memory that a kernel may need for itself: this part of a shard's memory, and a little.
 _SCRATCH_SHARE, _SCRATCH_BYTES = 8, 4 << 20
 _AXIS = "shards"
 
 
 class KernelKey(Struct, frozen=True):
-    """What a kernel is compiled for.
+    """The properties that a kernel is compiled for.
 
     Attributes:
-        devices: The devices of the shards, in the order of these.
+        devices: The devices of the shards, in the order of the shards.
         shard: Shape of a shard.
         dtype: Name of the dtype.
         chunk: Shape of a chunk, which must be consecutive memory of a shard; see `is_run`.
-        offsets: The first corner of each shard in the array that it is of.
+        offsets: The first corner of each shard in its array.
     """
 
     devices: tuple[Any, ...]
@@ -42,11 +42,11 @@ class KernelKey(Struct, frozen=True):
     offsets: tuple[tuple[int, ...], ...]
 
     def sharding(self) -> jax.sharding.NamedSharding:
-        """Return how the shards are one array: side by side along its first axis."""
+        """Return the sharding of the shards as one array: side by side along its first axis."""
         return _side_by_side(self.devices)
 
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of that array."""
+        """Return the shape of the shards as one array."""
         first, *others = self.shard
         return (first * len(self.devices), *others)
 
@@ -55,7 +55,7 @@ class Kernels(Struct):
     """The compiled kernels of a manager. Used by one save at a time.
 
     A kernel is a function of an array whose first axis is divided over devices, so that each has
-    its shard. It returns what `chunk_sums` does, of all devices: `[devices, chunks, n]`.
+    its shard. It returns the results of `chunk_sums` for all devices: `[devices, chunks, n]`.
 
     Attributes:
         wanted: Kernels that a save could have used, and that are to be compiled after it.
@@ -66,28 +66,28 @@ class Kernels(Struct):
     _compiling: bool = False
 
     def find(self, key: KernelKey) -> Any | None:
-        """Return a kernel; None if there is none."""
+        """Return a kernel; None if it is not compiled."""
         return self._known.get(key)
 
     def give_up(self, key: KernelKey) -> None:
-        """Use a kernel never again, since it cannot run on what it was made for."""
+        """Never use a kernel again, since it cannot run on the arrays that it was made for."""
         self._known[key] = None
 
     def missing(self, keys: Iterable[KernelKey]) -> list[KernelKey]:
-        """Return those of `keys` that were never compiled."""
+        """Return the keys that were never compiled."""
         return [key for key in dict.fromkeys(keys) if key not in self._known]
 
     async def compile_wanted(self, goes_on: Callable[[], bool]) -> None:
-        """Compile what saves have wanted, as long as `goes_on` says so; on the engine's loop.
+        """Compile kernels that saves wanted, while `goes_on` returns True; on the engine's loop.
 
-        Returns at once if that is being done already.
+        Returns at once if another call is doing this already.
         """
         if self._compiling:
             return
         self._compiling = True
         try:
             while self.wanted and goes_on():
-                # Wanted until it is there, so that a save meanwhile does not want it once more.
+                # Removed only when compiled, so that a save meanwhile does not want it again.
                 key = next(iter(self.wanted))
                 await run_in_thread(self.compile, key)
                 del self.wanted[key]
@@ -95,7 +95,7 @@ class Kernels(Struct):
             self._compiling = False
 
     def compile(self, key: KernelKey) -> None:
-        """Compile a kernel: some tenths of a second. There is none afterwards if that fails."""
+        """Compile a kernel, which takes some tenths of a second. If that fails, there is none."""
         if key in self._known:
             return
         kernel = None
@@ -139,6 +139,6 @@ def _compiled(key: KernelKey) -> Any | None:
     kernel = jax.jit(mapped).lower(shards).compile()
     memory = kernel.memory_analysis()
     nbytes = shards.dtype.itemsize * math.prod(key.shard)
-    # Not all backends tell.
+    # Not all backends report their memory.
     scratch = 0 if memory is None else memory.temp_size_in_bytes
     return kernel if scratch <= nbytes // _SCRATCH_SHARE + _SCRATCH_BYTES else None

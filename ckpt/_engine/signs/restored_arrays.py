@@ -1,7 +1,7 @@
-"""Arrays that were restored, against the vital signs that the step has of them.
+"""A check of restored arrays against the vital signs in their step.
 
-The digests prove what is in host memory. This proves what has arrived on the devices, on every one
-of them, however the array was cut when it was saved.
+Digests prove the bytes in host memory. This check proves the values on the devices, on every one of
+them, however the array was cut when it was saved.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from ckpt.errors import DeviceMismatchError, InvalidArgumentError
 
 logger = logging.getLogger("ckpt")
 
-# Arrays that a message names.
+# Most arrays that a message names.
 _NAMED = 5
 
 
 def check_arrays(
     leaves: LeafTable, reads: Sequence[ArrayRead], arrays: Sequence[Any], kernels: Kernels
 ) -> None:
-    """Compare restored arrays with the fingerprints that a manifest has of them.
+    """Compare restored arrays with their fingerprints in a manifest.
 
-    Those that cannot be compared are named in a warning: what was cast, cut or put together, and
-    arrays that other processes have parts of.
+    Arrays that cannot be compared are named in a warning: those that were cast, cut or put
+    together, and those that other processes have parts of.
 
     Args:
         leaves: The leaves of the item.
-        reads: What was read.
-        arrays: What it has become.
+        reads: The reads of the restore.
+        arrays: The restored array of each read.
         kernels: The kernels of the engine.
 
     Raises:
-        DeviceMismatchError: Arrays are not what was saved; names them, and devices.
+        DeviceMismatchError: Arrays differ from the saved ones; names them, and devices.
         InvalidArgumentError: The step has no vital signs.
     """
     if any(read.value is None for read in reads) and not len(leaves.signs):
         raise InvalidArgumentError(
             "verify='device': the step has no vital signs to compare with; it has to be saved with "
-            "vital_signs=True"
+            "extensions=[ckpt.extensions.VitalSigns()]"
         )
     wrong: list[str] = []
     left_out: list[str] = []
     for read, array in zip(reads, arrays, strict=True):
         if read.value is not None:
-            # It came from the manifest, which has a digest of its own.
+            # The value came from the manifest, which has a digest of its own.
             continue
         saved = None if read.leaf is None else signs_of(leaves.signs[read.leaf])
         data = jax.random.key_data(array) if read.target.kind == "key" else array
@@ -69,8 +69,8 @@ def check_arrays(
     if wrong:
         raise DeviceMismatchError(
             f"{len(wrong)} of {len(arrays)} restored arrays are not what was saved: "
-            f"{_some(wrong)}. verify() of the step tells whether the stored bytes are wrong; if "
-            "they are not, a device or the way to it is",
+            f"{_first_names(wrong)}. verify() of the step tells whether the stored bytes are "
+            "wrong; if they are not, a device or the way to it is",
         )
     if left_out:
         logger.warning(
@@ -78,11 +78,11 @@ def check_arrays(
             "way, are spread over processes, or were saved without vital signs: %s",
             len(left_out),
             len(arrays),
-            _some(list(map(repr, left_out))),
+            _first_names(list(map(repr, left_out))),
         )
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
@@ -95,7 +95,7 @@ def _is_as_saved(read: ArrayRead, data: Any) -> bool:
 
 
 def _problem(data: Any, fingerprint: str, kernels: Kernels) -> str | None:
-    """Return what is wrong with an array that should have a fingerprint."""
+    """Return the fault of an array that should have `fingerprint`, or None."""
     regions: list[tuple[Region, list[int]]] = [(whole(data.shape), [0])]
     if isinstance(data, jax.Array):
         regions = addressable_regions(data.sharding, data.shape)
@@ -115,7 +115,7 @@ def _problem(data: Any, fingerprint: str, kernels: Kernels) -> str | None:
 
 
 def _records(data: Any, regions: Sequence[tuple[Region, list[int]]], kernels: Kernels) -> Array:
-    """Return the records of what each device holds; of a numpy array, one."""
+    """Return the record of each device's part; for a numpy array, a single record."""
     if isinstance(data, jax.Array):
         shard = data.sharding.shard_shape(data.shape)
         if can_be_passed(data, shard, on_cpus=False):
@@ -128,7 +128,7 @@ def _records(data: Any, regions: Sequence[tuple[Region, list[int]]], kernels: Ke
                     found = signs_records(*map(np.asarray, kernel(joined(data, key))))
                     return found.reshape(-1)
                 except Exception as error:
-                    # Such as a device whose memory is full. What is on it can still be copied.
+                    # For example a device whose memory is full. Its arrays can still be copied.
                     logger.warning("verify='device': an array is compared on the host (%s)", error)
     records = np.zeros(sum(len(positions) for _, positions in regions), SIGNS)
     for region, positions in regions:

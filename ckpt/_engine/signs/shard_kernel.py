@@ -1,8 +1,8 @@
 """The kernel of vital signs: one pass over the shards of an array, each on its own device.
 
-It computes what `ckpt._vitals` computes on the host, with numbers of 32 bits only. All sums over a
-value are one reduction with several results, so memory is read once. No device waits for another:
-what shards come to is added up on the host.
+It computes the same signs as `ckpt._vitals` on the host, with numbers of 32 bits only. All sums
+over a value are one reduction with several results, so memory is read once. No device waits for
+another: the host adds up the sums of the shards.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from jax import lax
 
 from ckpt._vitals.weights import CHANNELS, COLUMN_BITS, COLUMNS, seed
 
-# Squares of 32-bit floats overflow or vanish, so values are summed up in three ranges, and the
-# outer ones scaled: J. L. Blue, "A portable Fortran program to find the Euclidean norm of a
+# Squares of 32-bit floats overflow or vanish. So values are summed up in three ranges, of which the
+# outer two are scaled: J. L. Blue, "A portable Fortran program to find the Euclidean norm of a
 # vector", ACM Transactions on Mathematical Software 4 (1978).
 _SMALL, _LARGE = 2.0**-60, 2.0**50
 SMALL_SCALE, LARGE_SCALE = 2.0**100, 2.0**-80
-# The least bit pattern of a 32-bit float without its sign that is not finite.
+# Bit pattern of the least 32-bit float, without its sign, that is not finite.
 _NOT_FINITE = 0x7F800000
-# Values that are added up before their sum is added to others. Equal ones lose most: the norm of
-# four millions is off by 2e-5 with runs of 4096 and by 5e-6 with these, whose sums take 5 % of the
-# memory of the narrowest floats.
+# Values that are added up before their sum is added to others. Equal values lose the most
+# precision: the norm of four million is off by 2e-5 with runs of 4096, and by 5e-6 with these,
+# whose sums take 5 % of the memory of the narrowest floats.
 _RUN = 512
-# What a part of a word counts in the folded word, by its place.
+# Weight of each part of a word in the folded word, by its place.
 _PARTS = (1, 1 << 8, (1 << 16) + 1, (1 << 24) + (1 << 8))
 
 # Dtypes that the kernel takes, with the integers of their width.
@@ -43,7 +43,7 @@ KERNEL_DTYPES: dict[str, Any] = {
 
 
 def is_run(chunk: Sequence[int], shard: Sequence[int]) -> bool:
-    """Tell whether a chunk is consecutive memory of a shard: cut along its first axes only."""
+    """Return True if a chunk is consecutive memory of a shard: cut along its first axes only."""
     cut = next((axis for axis, n in enumerate(chunk) if n > 1), len(chunk))
     return tuple(chunk[cut + 1 :]) == tuple(shard[cut + 1 :])
 
@@ -51,20 +51,20 @@ def is_run(chunk: Sequence[int], shard: Sequence[int]) -> bool:
 def chunk_sums(
     shard: jax.Array, offset: jax.Array, chunk: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return what the chunks of a shard come to, in C order.
+    """Return the sums over each chunk of a shard, in C order.
 
     Args:
         shard: The shard.
-        offset: `[rank] uint32`, its first corner in the array that it is of.
+        offset: `[rank] uint32`, its first corner in its array.
         chunk: Shape of a chunk, which must be consecutive memory of a shard; see `is_run`.
 
     Returns:
-        `[1, chunks, 3] uint32`, the two channels of the fingerprint and how many values are not
-        finite; and `[1, chunks, 4] float32`, the sums of the squares of small, middle and large
-        values, and the largest value.
+        `[1, chunks, 3] uint32`, the two channels of the fingerprint and the number of values that
+        are not finite; and `[1, chunks, 4] float32`, the sums of the squares of small, middle and
+        large values, and the largest value.
     """
     values = jnp.abs(shard.astype(jnp.float32))
-    # As integers, since a comparison of floats may take small ones for 0.
+    # Compared as integers, since a comparison of floats may take small ones for 0.
     is_finite = lax.bitcast_convert_type(values, jnp.uint32) < jnp.uint32(_NOT_FINITE)
     values = jnp.where(is_finite, values, 0)
     is_small, is_large = values < _SMALL, values > _LARGE
@@ -86,10 +86,10 @@ def chunk_sums(
 
 
 def _reduced(operands: Sequence[jax.Array], chunk: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """Add up arrays chunk by chunk, but take the largest value of the last one; `[chunks]` each.
+    """Add up arrays chunk by chunk, but take the maximum of the last one; `[chunks]` each.
 
-    They are added up in runs, then the sums of the runs, and so on: a long sum of floats would lose
-    its last terms.
+    Values are added up in runs, then the sums of the runs, and so on: a long sum of floats would
+    lose its last terms.
     """
 
     def join(one: Sequence[jax.Array], two: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -112,7 +112,7 @@ def _reduced(operands: Sequence[jax.Array], chunk: tuple[int, ...]) -> tuple[jax
 
 
 def _folded(shard: jax.Array) -> jax.Array:
-    """Return what every element counts in its folded word, but for its place in that."""
+    """Return each element's contribution to its folded word, except for its place in the word."""
     integers = lax.bitcast_convert_type(shard, KERNEL_DTYPES[shard.dtype.name])
     words: jax.Array = integers.astype(jnp.uint32)
     if shard.dtype.itemsize == 4:
@@ -132,7 +132,7 @@ def _column_factors(first: jax.Array, shape: Sequence[int], itemsize: int) -> ja
 
 
 def _row_factors(offset: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Return the factors of rows; of the shape of the outer dimensions, and a last one of 1."""
+    """Return the factors of rows, in the shape of the outer dimensions and a last one of 1."""
     along = jnp.ones((*shape, 1), jnp.uint32)
     for dimension, length in enumerate(shape):
         indexes = offset[dimension] + lax.iota(jnp.uint32, length)
@@ -147,7 +147,7 @@ def _high_factors(high: jax.Array, dimension: int) -> jax.Array:
 
 
 def _odd(digits: jax.Array, dimension: int, table: int) -> jax.Array:
-    """Return an odd number for each digit: the one that `ckpt._vitals.weights` gives."""
+    """Return an odd number for each digit, the same as `ckpt._vitals.weights`."""
     x = digits + jnp.uint32(seed(dimension, table))
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)

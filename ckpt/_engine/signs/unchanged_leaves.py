@@ -1,4 +1,4 @@
-"""Leaves that are what they were, as their devices find: nothing is copied to the host for that."""
+"""Unchanged leaves, found on their devices: no array is copied to the host for that."""
 
 from __future__ import annotations
 
@@ -11,41 +11,39 @@ from ckpt._engine.signs.device_pass import begin_pass
 from ckpt._engine.signs.kernels import Kernels
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import ItemReport
-from ckpt._settings import VitalSignsMode
+from ckpt._settings import SignsPlace
 
-# What is exact however it was computed; norms are not.
+# Only exact signs can prove equality; norms depend on the order of summation.
 _EXACT = ("fingerprint", "nonfinite", "absmax")
 
 
 def unchanged_leaves(
     candidates: Collection[int],
-    mode: VitalSignsMode,
+    place: SignsPlace,
     plans: Sequence[LeafPlan],
     leaves: Sequence[Any],
     before: ItemReport,
     kernels: Kernels,
 ) -> list[int]:
-    """Return the leaves of which every chunk has the vital signs that it had in the step before.
+    """Return the leaves whose chunks all have the vital signs that they had in the step before.
 
-    Waits for the devices. Leaves that devices take no vital signs of are not among them, nor are
-    those whose vital signs were not known.
+    Waits for the devices. Leaves whose signs the devices do not take are left out, and so are
+    leaves whose earlier signs are unknown.
 
     Args:
-        candidates: Numbers of the leaves to look at.
-        mode: Where vital signs are taken.
+        candidates: Numbers of the leaves to check.
+        place: Place where vital signs are taken.
         plans: The plans of all leaves.
         leaves: The leaves.
-        before: What this process has written of the step before, or taken over.
-        kernels: The kernels that are there.
+        before: The report of this process on the step before.
+        kernels: The kernels compiled so far.
     """
     if not len(before.signs):
         return []
     others = set(range(len(plans))) - set(candidates)
-    passed = begin_pass(mode, plans, leaves, others, kernels)
-    if passed is None:
-        return []
+    passed = begin_pass(place, plans, leaves, others, kernels)
     found = []
-    # The others are told by their digests.
+    # Digests find unchanged leaves among the others.
     for leaf in sorted(passed.looked_at):
         places = np.flatnonzero(before.rows["leaf"] == leaf)
         numbers = before.rows["number"][places].tolist()

@@ -1,4 +1,4 @@
-"""Consistency: whether a manifest contradicts itself in what a restore relies on. Pure."""
+"""Consistency: contradictions in those parts of a manifest that a restore relies on. Pure."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Contradictions(Struct, frozen=True):
     """The contradictions in a manifest.
 
     Attributes:
-        problems: All of them, as problems of the manifest.
-        leaves: By item the leaves whose chunk locations cannot be trusted; items none of whose
-            leaves can be trusted are left out.
+        problems: All contradictions, as problems of the manifest.
+        leaves: The leaves whose chunk locations cannot be trusted, by item; an item is left out if
+            none of its leaves can be trusted.
         unsafe: Paths of listed files that must not be followed.
     """
 
@@ -87,7 +87,7 @@ def _bare(node: Node) -> Node:
 
 
 def _is_below(path: str) -> bool:
-    """Tell whether a path can belong to a file of the step, other than the manifest."""
+    """Return True if a path can belong to a file of the step, other than the manifest."""
     if len(path) > _LONGEST_PATH:
         return False
     names = path.split("/")

@@ -1,7 +1,7 @@
-"""What a damaged file means: which arrays it hits, and what can still be restored.
+"""The meaning of a damaged file: the arrays that it hits, and the parts that can still be restored.
 
 The role of a file follows from its name and the manifest: array data, a part of the database, a
-file of a handler, or one for other readers. Every chunk in a damaged data file is checked by
+file of a handler, or a file for other readers. Every chunk in a damaged data file is checked by
 itself.
 """
 
@@ -26,12 +26,12 @@ _ALL_RIGHT = "every array still reads right"
 
 
 class DamagedFile(Struct, frozen=True):
-    """What is wrong with one file.
+    """The damage of one file.
 
     Attributes:
         path: The file, relative to the step.
-        reason: What is wrong with it.
-        nbytes: How many bytes of it may be readable; 0 where it is missing.
+        reason: Description of the damage.
+        nbytes: Bytes of it that may be readable; 0 if it is missing.
     """
 
     path: str
@@ -40,7 +40,7 @@ class DamagedFile(Struct, frozen=True):
 
 
 class _LeafDamage(Struct):
-    """The damaged chunks of a leaf: how many, the number of the first, and what is wrong there."""
+    """The damaged chunks of a leaf: their count, the number of the first, and its damage."""
 
     count: int
     first: int
@@ -54,14 +54,14 @@ async def problems_of_item(
     contradictory: Collection[int] | None,
     scanner: Scanner | None,
 ) -> list[Problem]:
-    """Return the problems that the damaged files of one item amount to.
+    """Return the problems that follow from the damaged files of one item.
 
     Args:
         name: Name of the item.
         item: The item.
         damages: Its damaged files.
         contradictory: Leaves whose chunk locations cannot be trusted; None if no leaf can be.
-        scanner: Reads chunks; None to read nothing.
+        scanner: Reader of chunks; None to read nothing.
     """
     if contradictory is None:
         return [Problem(each.path, name, None, each.reason) for each in damages]
@@ -69,8 +69,6 @@ async def problems_of_item(
 
 
 class _Finder:
-    """Finds the leaves of one item that damaged files hit."""
-
     def __init__(
         self,
         name: str,
@@ -103,7 +101,7 @@ class _Finder:
         return found
 
     def _meaning(self, damage: DamagedFile) -> str:
-        """Say what follows from the damage of a file in which no array was found hit."""
+        """Return the consequence of damage that was not found to hit an array."""
         role = "data"
         if damage.path not in self._data_files:
             role = role_of(self._item, damage.path.removeprefix(f"{self._name}/"))
@@ -120,7 +118,7 @@ class _Finder:
         return f"{_ALL_RIGHT}: the damage is between chunks, or where nothing is read"
 
     def _named(self, damage: DamagedFile, hits: Mapping[int, _LeafDamage]) -> Iterator[Problem]:
-        """Yield a problem for every leaf that is hit, and for those that share its chunks."""
+        """Yield a problem for every leaf that is hit, and for the leaves that share its chunks."""
         hit_leaves = [(number, hits[first]) for first in hits for number in self._sharers[first]]
         for number, hit in sorted(hit_leaves, key=lambda each: each[0]):
             total = len(self._item.leaves[number].digests)
@@ -166,7 +164,7 @@ class _Finder:
         return hits
 
     async def _reason(self, damage: DamagedFile, place: ChunkLocation, lane: int) -> str | None:
-        """Return what is wrong with a chunk, or None."""
+        """Return the damage of a chunk, or None."""
         if place.end > damage.nbytes:
             return "is in what is missing"
         if self._scanner is None:
@@ -182,7 +180,7 @@ class _Finder:
 
 
 def _stored_leaf(leaves: Sequence[LeafEntry], number: int) -> int:
-    """Return the number of the leaf whose chunks leaf `number` has."""
+    """Return the number of the leaf that stores the chunks of leaf `number`."""
     while (same_as := leaves[number].same_as) is not None:
         number = same_as
     return number

@@ -1,4 +1,4 @@
-"""What each file of an item is for, which its name and the manifest tell. Pure."""
+"""The role of each file of an item, from its name and the manifest. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,13 @@ _DATABASE = "manifest.ocdbt"
 
 
 def role_of(item: ItemEntry, path: str) -> str:
-    """Return what a file of an item is: `data`, `database`, `view` or `handler`.
-
-    Args:
-        item: The item.
-        path: The file, relative to the item.
-    """
+    """Return the role of the file `path` of an item: `data`, `database`, `view` or `handler`."""
     if path in item.data_files:
         return "data"
     if path == _DATABASE or (item.leaves and path.startswith("d/")):
         return "database"
     is_tree = bool(item.nodes or item.leaves)
-    # In an item that is not a tree it is for Orbax, unless the handler reads it. The mark is in
-    # items of steps in stores.
+    # In an item that is not a tree such a file is for Orbax, unless the handler reads it. Steps in
+    # object stores have the mark in every item.
     described = path == _MARK or (path == "metadata" and item.handler != "json")
     return "view" if (is_tree and path in _VIEW) or described else "handler"

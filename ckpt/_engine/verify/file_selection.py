@@ -1,4 +1,4 @@
-"""Which files of a step are read: all, a random share of them, or what the time allows."""
+"""The selection of files to read: all, a random share, or as many as the time allows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ckpt.errors import InvalidArgumentError
 
 
 class ReadLimits(Struct, frozen=True):
-    """How much is read.
+    """The limits of a read.
 
     Attributes:
         sample: The share of the files and of their bytes, from 0 to 1.
-        seed: Makes the choice repeatable; None for another one each time.
-        ends_at: When no more files are begun, by `time.monotonic`; None for never.
+        seed: Seed of a repeatable choice; None for another choice each time.
+        ends_at: Time after which no more files are begun, by `time.monotonic`; None for no limit.
     """
 
     sample: float = 1.0
@@ -27,7 +27,7 @@ class ReadLimits(Struct, frozen=True):
 
     @property
     def are_set(self) -> bool:
-        """Whether anything may be left out."""
+        """True if a file may be left out."""
         return self.sample < 1 or self.ends_at is not None
 
 
@@ -35,12 +35,12 @@ NO_LIMITS = ReadLimits()
 
 
 def read_limits(
-    deep: bool, sample: float | None, seed: int | None, deadline: float | None
+    deep: bool, sample: float | None, seed: int | None, timeout: float | None
 ) -> ReadLimits:
-    """Return the limits that the arguments of `verify` amount to; the time begins now.
+    """Return the limits that the arguments of `verify` mean; the time begins now.
 
     Raises:
-        InvalidArgumentError: One of them is invalid, or nothing is to be read.
+        InvalidArgumentError: An argument is invalid, or nothing would be read.
     """
     given: object = sample
     if given is not None and (
@@ -49,26 +49,26 @@ def read_limits(
         raise invalid("sample", sample, "the share of the files to read, above 0 and up to 1")
     if seed is not None and as_int(seed) is None:
         raise invalid("seed", seed, "a whole number")
-    if deadline is not None:
-        deadline = number_of_seconds("deadline", deadline, zero=True)
-    if not deep and (sample is not None or deadline is not None):
+    if timeout is not None:
+        timeout = number_of_seconds("timeout", timeout, zero=True)
+    if not deep and (sample is not None or timeout is not None):
         raise InvalidArgumentError(
-            "sample= and deadline= say how much is read, and with deep=False nothing is. Leave "
+            "sample= and timeout= say how much is read, and with deep=False nothing is. Leave "
             "them out"
         )
-    ends_at = None if deadline is None else time.monotonic() + deadline
+    ends_at = None if timeout is None else time.monotonic() + timeout
     return ReadLimits(1.0 if sample is None else float(sample), as_int(seed), ends_at)
 
 
 class FileSelection:
     """The files of one step that are to be read.
 
-    With limits, they are read in random order, so that what is left out differs from call to call.
+    With limits they are read in random order, so that the omitted files differ from call to call.
 
     Attributes:
-        nbytes: The bytes of those that are to be read.
-        order: Their places in the order in which they are read.
-        left_out: The size of each that the limits leave out.
+        nbytes: Bytes of the files to read.
+        order: Place of each file to read in the order of reading.
+        left_out: Size of each file that the limits leave out.
     """
 
     def __init__(self, sizes: Mapping[str, int], limits: ReadLimits, step: str) -> None:
@@ -76,15 +76,15 @@ class FileSelection:
 
         Args:
             sizes: The size in bytes of every file.
-            limits: How much is read.
-            step: What the choice depends on beside the seed: of many steps, not the same files.
+            limits: The limits of the read.
+            step: Second input of the choice beside the seed, so that it differs between steps.
         """
         self._sizes = sizes
         self._ends_at = limits.ends_at
         # The largest first, so that no lane is busy with a large one when the others have ended.
         chosen = sorted(sizes, key=lambda path: sizes[path], reverse=True)
         if limits.are_set:
-            # No secret: a choice that can be repeated.
+            # The choice is no secret, and has to be repeatable.
             choice = random.Random(None if limits.seed is None else f"{limits.seed} {step}")
             chosen = sorted(sizes)
             choice.shuffle(chosen)
@@ -95,7 +95,7 @@ class FileSelection:
         self._begun: set[str] = set()
 
     def _count(self, shuffled: list[str], share: float) -> int:
-        """Return how many files are that share, both of the files and of their bytes."""
+        """Return the number of files that make up a share, both of all files and of their bytes."""
         wanted = share * sum(self._sizes.values())
         count = nbytes = 0
         while count < len(shuffled) and (count < share * len(shuffled) or nbytes < wanted):
@@ -104,7 +104,7 @@ class FileSelection:
         return count
 
     def begins(self, path: str) -> bool:
-        """Tell whether a file is read now; if so, it counts as read."""
+        """Return True if a file is to be read now; then it counts as read."""
         if path in self._begun:
             return True
         if path not in self.order:

@@ -1,4 +1,4 @@
-"""Fingerprints of leaves that were read as a whole, compared with those in the manifest."""
+"""Fingerprints of leaves that were read whole, compared with those in the manifest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ReadFingerprints(Struct):
     _leaves: dict[tuple[str, int], _LeafSums] = field(default_factory=dict)
 
     def add(self, item: str, sums: Iterable[tuple[int, tuple[int, int]]]) -> None:
-        """Add those of one file of an item."""
+        """Add the sums of one file of an item."""
         for leaf, (one, two) in sums:
             found = self._leaves.setdefault((item, leaf), _LeafSums())
             found.chunks += 1
@@ -31,10 +31,10 @@ class ReadFingerprints(Struct):
             found.two += two
 
     def problems(self, manifest: Manifest) -> Iterator[Problem]:
-        """Yield the leaves whose bytes are right and whose fingerprint is not that of them."""
+        """Yield the leaves whose bytes are right, and whose fingerprint in the manifest is not."""
         for (item, number), sums in self._leaves.items():
             leaf = manifest.items[item].leaves[number]
-            # What was not read, or is damaged, is reported elsewhere.
+            # Unread or damaged leaves are reported elsewhere.
             if leaf.vital_signs is None or sums.chunks < len(leaf.digests):
                 continue
             found = f"{sums.two & 0xFFFFFFFF:08x}{sums.one & 0xFFFFFFFF:08x}"

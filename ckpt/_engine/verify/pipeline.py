@@ -1,7 +1,7 @@
 """The verify flow: a committed step is compared with its manifest, file by file, byte by byte.
 
 Damage does not raise: it is the result. Nothing is written, except the digests of a virtual step
-that has none yet. docs/how-to/verifying.md says what is found and what is not.
+that has none yet. docs/how-to/verifying.md lists the damage that is found and that is not.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import Manifest, of_item
 from ckpt._format.manifest_head import FILE_NAME, FileEntry
 from ckpt._runtime.threads import run_in_thread
-from ckpt._tree.table import size_text
+from ckpt._tree.table import format_bytes
 from ckpt.errors import CorruptCheckpointError, StorageError, located
 from ckpt.storage._base import UNKNOWN_SIZE, Storage
-from ckpt.storage._manifests import lies_in, read_manifest, refuse_deleted
+from ckpt.storage._manifests import files_folder, read_manifest, refuse_deleted
 
 logger = logging.getLogger("ckpt")
 
@@ -46,26 +46,26 @@ async def verify_step_dir(
     may_write: bool = True,
     item: str = "",
 ) -> VerifyReport:
-    """Return what is wrong with a step directory.
+    """Return the problems of a step directory.
 
     Args:
-        storage: Where it is.
-        step_dir: Its name.
+        storage: Storage of the root.
+        step_dir: Name of the step directory.
         step: The step that it should be; None for a one-shot checkpoint or any step.
-        deep: Read every byte; otherwise compare names, kinds and sizes.
-        observers: Receive the timed phases.
-        limits: How much is read.
-        may_write: Whether the digests of a virtual step are written down if it has none. After a
-            look at a part of it they never are.
-        item: The only item that is compared; empty for the whole of the step.
+        deep: True to read every byte; otherwise names, kinds and sizes are compared.
+        observers: Receivers of the timed phases.
+        limits: Limits of the read.
+        may_write: True if the digests of a virtual step without any may be written into it. After a
+            check of a part they never are.
+        item: The only item that is compared; empty for the whole step.
 
     Raises:
         StepNotFoundError: `step` was given and there is no such step.
-        StepDeletedError: It was deleted or replaced meanwhile.
+        StepDeletedError: The step was deleted or replaced meanwhile.
         NotACheckpointError: There is no checkpoint of that name.
-        UnsupportedFormatError: It is of a later format.
+        UnsupportedFormatError: The step has a later format.
 
-    Cancellation: a read that has begun is waited for; memory is given back.
+    Cancellation: waits for a read that has begun, and frees the memory.
     """
     began = time.perf_counter()
     work = _Findings(f"{storage.location}/{step_dir}/{item}".rstrip("/"), step)
@@ -87,7 +87,7 @@ async def verify_step_dir(
         "a part" if work.unread else "every byte" if deep else "names and sizes",
         len(work.problems),
         work.files,
-        size_text(work.nbytes),
+        format_bytes(work.nbytes),
         seconds,
     )
     return VerifyReport(
@@ -107,7 +107,7 @@ async def verify_step_dir(
 
 
 class _Findings(Struct):
-    """The findings so far: what the report will say."""
+    """The findings so far, from which the report is made."""
 
     path: str
     step: int | None
@@ -142,7 +142,7 @@ async def _compare_unless_deleted(
     work: _Findings,
     may_write: bool,
 ) -> None:
-    place = lies_in(step_dir, manifest)
+    place = files_folder(step_dir, manifest)
     files = files_of(storage, step_dir, manifest)
     most_decoded = MOST_FOREIGN_BYTES if manifest.sources else MOST_DECODED_BYTES
     recorder = EventRecorder("verify", manifest.step, observers)
@@ -173,7 +173,7 @@ async def _compare(
     wrong = await run_in_thread(contradictions, manifest)
     work.problems.extend(wrong.problems)
     work.files += len(manifest.files) + len(manifest.sources)
-    found = await _found(storage, place, manifest, work)
+    found = await _list_files(storage, place, manifest, work)
     if found is not None:
         work.unlisted = sorted(found.keys() - manifest.files.keys() - {FILE_NAME})
     damages = await run_in_thread(_damages_seen, manifest, found, wrong.unsafe)
@@ -199,7 +199,7 @@ async def _compare(
         work.problems.extend(fingerprints.problems(manifest))
         work.unread = selection.left_out
     by_item: dict[str | None, list[DamagedFile]] = {}
-    # In the order of the manifest, not in the order of discovery.
+    # In the order of the manifest, not of discovery.
     for path in (*manifest.files, *manifest.sources):
         if path in damages:
             by_item.setdefault(_item_of(manifest, path), []).append(damages[path])
@@ -217,12 +217,12 @@ async def _compare(
             )
 
 
-async def _found(
+async def _list_files(
     storage: Storage, place: str, manifest: Manifest, work: _Findings
 ) -> dict[str, int | None] | None:
     """Return the files and their sizes; None, and a problem noted, if the store cannot list them.
 
-    Sizes that the store does not know are taken to be right; reading every byte will show.
+    Sizes that the store does not know are assumed to be right until every byte is read.
     """
     try:
         files = await storage.files(place)
@@ -240,7 +240,7 @@ async def _found(
 def _damages_seen(
     manifest: Manifest, found: Mapping[str, int | None] | None, unsafe: frozenset[str]
 ) -> dict[str, DamagedFile]:
-    """Return the files that are not as listed, as far as that shows without reading."""
+    """Return the files that differ from the manifest, as far as that shows without reading."""
     if found is None:
         return {}
     directories = {path[:end] for path in found for end in _slashes(path)}
@@ -273,7 +273,7 @@ def _slashes(path: str) -> list[int]:
 def _chunks_by_file(
     manifest: Manifest, wrong: Mapping[str, Set[int]]
 ) -> dict[str, tuple[list[ChunkLocation], Sequence[LeafEntry]]]:
-    """Return for every data file the chunks whose digests can be compared without decoding."""
+    """Return the chunks of each data file whose digests can be compared without decoding."""
     found: dict[str, tuple[list[ChunkLocation], Sequence[LeafEntry]]] = {}
     for name, contradictory in wrong.items():
         item = manifest.items[name]
@@ -292,7 +292,7 @@ async def _damages_read(
     goes_on: Callable[[str, int], Awaitable[bool]],
     fingerprints: ReadFingerprints,
 ) -> dict[str, DamagedFile]:
-    """Read the selected files once; return those that are not as listed, or cannot be read."""
+    """Read the selected files once; return those that differ or cannot be read."""
     damages: dict[str, DamagedFile] = {}
 
     async def read(listed: tuple[str, FileEntry], lane: int) -> None:
@@ -313,7 +313,7 @@ async def _damages_read(
                 reason = f"has more than {known.size} bytes"
                 damages[path] = DamagedFile(path, reason, known.size)
             elif not found.is_right:
-                # Damaged before it was written, or the manifest is not of this step.
+                # The file was damaged before it was written, or the manifest is not of this step.
                 reason = "is as listed, but not what the arrays were"
                 damages[path] = DamagedFile(path, reason, known.size)
             else:
@@ -327,7 +327,7 @@ async def _damages_read(
 
 
 async def _goes_on(storage: Storage, place: str, path: str, nbytes: int) -> bool:
-    """Tell whether a file has more than `nbytes` bytes, by reading the next one."""
+    """Return True if a file has more than `nbytes` bytes, by reading the next one."""
     try:
         await storage.read_block(place, path, nbytes, memoryview(bytearray(1)))
     except CorruptCheckpointError:

@@ -1,25 +1,25 @@
-"""`VerifyReport`, the result of `verify()`: what was checked, and what is wrong. Pure."""
+"""`VerifyReport`, the result of `verify()`: the checks, and the problems. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ckpt._tree.table import size_text
+from ckpt._tree.table import format_bytes
 
 _SHOWN_UNLISTED = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a step.
+    """One problem of a step.
 
     Attributes:
-        file: The file, relative to the step; `ckpt.json` where the manifest itself is wrong, `.`
-            where the step's directory cannot be read.
+        file: The file, relative to the step; `ckpt.json` for a fault of the manifest itself, `.` if
+            the step's directory cannot be read.
         item: The item that the file belongs to; None if it belongs to the step as a whole.
         leaf: Leaf path of the array that is hit, as in `metadata().leaves`; None if no array is.
-        message: What is wrong, and what that means.
+        message: Description of the problem and its consequence.
     """
 
     file: str
@@ -36,24 +36,26 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport:
-    """What was checked of a step, and what is wrong with it. It is true if nothing is wrong.
+    """The result of a check of a step: its scope, and the problems. It is true without problems.
 
     Its text is a summary, and one line for every problem.
 
     Attributes:
-        path: Where the step is.
-        step: Its number; None for a one-shot checkpoint, or if the manifest cannot be read.
-        deep: Whether every byte was read; otherwise names, kinds and sizes were compared.
-        problems: What is wrong, by file, and within a file by leaf.
-        files: How many files were compared with the manifest, itself included.
-        nbytes: How many bytes were read and compared with digests.
-        seconds: How long it took.
+        path: Path or URL of the step.
+        step: Number of the step; None for a one-shot checkpoint, or if the manifest cannot be read.
+        deep: True if every byte was read; otherwise names, kinds and sizes were compared.
+        problems: The problems, by file, and within a file by leaf.
+        files: Number of files that were compared with the manifest, the manifest included.
+        nbytes: Bytes that were read and compared with digests.
+        seconds: Duration of the check in seconds.
         unlisted: Files of the step that the manifest does not list; not a problem in itself.
-        first_digests: How many arrays of a virtual step had no digests, and have them from now on.
-        without_digests: How many still have none, so that a changed byte in them is not noticed.
-        unread_files: How many files were not read, because of `sample=` or `deadline=`; their
+        first_digests: Number of arrays of a virtual step that had no digests, and have them from
+            now on.
+        without_digests: Number of arrays that still have none, so that a changed byte in them is
+            not noticed.
+        unread_files: Number of files that were not read, because of `sample=` or `timeout=`; their
             names, kinds and sizes were compared.
-        unread_nbytes: Bytes of these.
+        unread_nbytes: Bytes of the files that were not read.
 
     Example:
         ```python
@@ -78,12 +80,12 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong; after `sample=` or `deadline=`, in what was read."""
+        """True if nothing is wrong; after `sample=` or `timeout=`, in the part that was read."""
         return not self.problems
 
     @property
     def is_partial(self) -> bool:
-        """Whether files were not read, because of `sample=` or `deadline=`."""
+        """True if files were not read, because of `sample=` or `timeout=`."""
         return self.unread_files > 0
 
     def __bool__(self) -> bool:
@@ -96,10 +98,11 @@ class VerifyReport:
         return str(self)
 
     def _lines(self) -> Iterator[str]:
-        read = f"{size_text(self.nbytes)} read" if self.deep else "names and sizes only"
+        read = f"{format_bytes(self.nbytes)} read" if self.deep else "names and sizes only"
         files = _count(self.files, "file")
         if self.is_partial:
-            read = f"{size_text(self.nbytes)} of {size_text(self.nbytes + self.unread_nbytes)} read"
+            whole = format_bytes(self.nbytes + self.unread_nbytes)
+            read = f"{format_bytes(self.nbytes)} of {whole} read"
             files = f"{self.files - self.unread_files} of {files}"
         what = f"{files}, {read}, {self.seconds:.2f} s"
         if self.ok and self.is_partial:

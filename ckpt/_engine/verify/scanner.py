@@ -1,7 +1,7 @@
 """The scanner: reads a step from end to end to compute digests, in constant memory.
 
-Every lane has one piece of memory, which is filled and digested again and again: files and chunks
-of any size take no more than that.
+Every lane has one piece of memory, which is filled and digested again and again, so files and
+chunks of any size take no more memory than that.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from ckpt.errors import CorruptCheckpointError
 T = TypeVar("T")
 
 # Every piece opens the file again: measured on two cores, pieces of 1 MiB take twice the processor
-# time. Larger ones gain nothing, and touch more memory.
+# time. Larger pieces gain nothing, and touch more memory.
 _PIECE_BYTES = 4 << 20
-# Pieces are made of whole segments; small ones fill them better.
+# Pieces are made of whole segments; small segments fill them better.
 _SEGMENT_BYTES = 1 << 20
-# Up to here a digest takes less time than a change of threads is worth.
+# Largest digest that is computed on the loop: a change of threads would take longer.
 _INLINE_BYTES = 1 << 18
-# A chunk that is decoded is held as a whole, so larger ones are refused; the library writes chunks
-# of a tenth of it. Others write every shard as one chunk.
+# Most bytes of a chunk that is decoded for a check, since it is held whole in memory. The library
+# writes chunks of a tenth of that; other libraries write every shard as one chunk.
 MOST_DECODED_BYTES = 256 << 20
 MOST_FOREIGN_BYTES = 16 << 30
 
@@ -61,12 +61,12 @@ FirstDigest = tuple[ChunkLocation, str]
 
 
 class ScannedFile(Struct, frozen=True):
-    """What reading a file from end to end has shown.
+    """The result of reading a file from end to end.
 
     Attributes:
-        digest: Its digest.
-        is_right: Whether all of its chunks have the digests of their leaves, as far as known.
-        first: The digests of those that had none.
+        digest: Digest of the file.
+        is_right: True if all of its chunks have the digests of their leaves, as far as known.
+        first: The digests of the chunks that had none.
         sums: The sums of the fingerprint of every chunk, with the number of its leaf.
     """
 
@@ -91,16 +91,16 @@ class Scanner:
         self._files = files
         self._recorder = recorder
         self._regions: dict[int, memoryview] = {}
-        # Decoding takes a chunk three times; once is enough.
+        # Decoding takes the memory of three chunks, so one chunk is decoded at a time.
         self._decoding = anyio.Lock()
 
     def plan(self, nbytes: int) -> None:
-        """Report how many bytes will be read, unless damage is found."""
+        """Report the number of bytes to read, unless damage is found."""
         self._recorder.planned(time.perf_counter_ns(), nbytes)
 
     def close(self) -> None:
         """Free the memory; no read may be in progress."""
-        # An error in flight may still refer to some; then it is freed with the error.
+        # An error in flight may still refer to a region, which is then freed with the error.
         self._regions.clear()
 
     async def in_lanes(self, jobs: Iterable[T], work: Callable[[T, int], Awaitable[None]]) -> None:
@@ -130,7 +130,7 @@ class Scanner:
             nbytes: Its size.
             places: Chunks in it whose digests are compared as well; see `segments`.
             leaves: The leaves of the item.
-            lane: The lane.
+            lane: Number of the lane.
 
         Raises:
             CorruptCheckpointError: The file is missing, is shorter, or is not a regular file.
@@ -200,7 +200,7 @@ class Scanner:
 
 
 class _FileScan:
-    """The digest of a file, and those of chunks in it, taken piece by piece."""
+    """The digest of a file, and the digests of chunks in it, taken piece by piece."""
 
     def __init__(self, leaves: Sequence[LeafEntry]) -> None:
         self._leaves = leaves
@@ -216,7 +216,7 @@ class _FileScan:
         """Digest the bytes of consecutive segments."""
         for segment in run:
             start = segment.start - run[0].start
-            # Both digests of a segment at once, while it is in the processor's cache.
+            # Both digests of a segment are taken while it is in the processor's cache.
             mine = piece[start : start + segment.nbytes]
             self._file.update(mine)
             if segment.place is None or segment.part is None:
@@ -233,7 +233,6 @@ class _FileScan:
                 self._fingerprint.update(corner)
 
     def ended(self) -> ScannedFile:
-        """Return what was found."""
         self._end_chunk()
         return ScannedFile(self._file.hexdigest(), self._right, self._first, self._sums)
 
@@ -262,7 +261,7 @@ def _runs(found: Iterable[FileSegment]) -> Iterator[list[FileSegment]]:
 
 
 def _fingerprint_of(leaf: LeafEntry, place: ChunkLocation) -> BoxFingerprint | None:
-    """Return what takes the fingerprint of a chunk, if the manifest has that of its leaf."""
+    """Return an object that fingerprints a chunk; None if its leaf has no fingerprint to match."""
     if leaf.vital_signs is None:
         return None
     region = region_of(leaf, place.number)

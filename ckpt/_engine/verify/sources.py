@@ -1,11 +1,10 @@
-"""The sources of a virtual step, verified: compared, and given digests the first time."""
+"""The sources of a virtual step, verified: compared, or given digests the first time."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Set
 
-import anyio
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
@@ -20,6 +19,7 @@ from ckpt._format.leaf_table import DIGEST_BYTES, UNCHECKED, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest, encode, features, sizes
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt._redaction import redact
+from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CorruptCheckpointError, StepDeletedError, StorageError, located
 from ckpt.storage._base import Attempt, Storage
@@ -27,7 +27,7 @@ from ckpt.storage._manifests import read_manifest
 
 logger = logging.getLogger("ckpt")
 
-# By item.
+# Digests by name of the item.
 FirstDigests = dict[str, list[FirstDigest]]
 
 
@@ -48,15 +48,15 @@ async def compare_sources(
     selection: FileSelection,
     first: FirstDigests,
 ) -> dict[str, DamagedFile]:
-    """Return the sources that are not what the step was made of.
+    """Return the sources that differ from the files that the step was made of.
 
     Args:
         files: The files of the step.
         manifest: Its manifest.
-        wrong: By item the leaves whose places cannot be trusted.
-        scanner: Reads them; None to look at their fingerprints only.
-        selection: Which of them it reads; it looks at the fingerprints of the others.
-        first: Takes the digests of the chunks that have none.
+        wrong: The leaves whose places cannot be trusted, by item.
+        scanner: Reader of the sources; None to check their fingerprints only.
+        selection: The sources that it reads; of the others only fingerprints are checked.
+        first: Output for the digests of the chunks that have none.
     """
     damages: dict[str, DamagedFile] = {}
     unverified = unverified_arrays(manifest) > 0
@@ -70,7 +70,7 @@ async def compare_sources(
                 problem = await _read(scanner, file, lane, first)
         except (StorageError, CorruptCheckpointError) as error:
             problem = f"cannot be read: {error.message}"
-        # Those that are in the step are compared like all of its files.
+        # Data files that are in the step are compared like all of its files.
         if problem is not None and source is not None:
             size = 0 if problem == MISSING else source.size
             reason = f"{redact(source.location)} {problem}"
@@ -82,9 +82,7 @@ async def compare_sources(
         found.sort(key=lambda file: selection.order.get(file.path, last))
         await scanner.in_lanes(found, compare)
     else:
-        async with anyio.create_task_group() as tasks:
-            for file in found:
-                tasks.start_soon(compare, file, 0)
+        await for_each(lambda file: compare(file, 0), found)
     return damages
 
 
@@ -103,7 +101,7 @@ def _data_files(manifest: Manifest, wrong: Mapping[str, Set[int]]) -> list[_Data
 
 
 async def _read(scanner: Scanner, file: _DataFile, lane: int, first: FirstDigests) -> str | None:
-    """Read the chunks in a data file; return what is wrong with it, or None."""
+    """Read the chunks in a data file; return its fault, or None."""
     leaves = file.entry.leaves
     plain = [place for place in file.places if leaves[place.leaf].codec is None]
     end = max((place.end for place in plain), default=0)
@@ -125,7 +123,7 @@ async def _read(scanner: Scanner, file: _DataFile, lane: int, first: FirstDigest
 async def note_digests(
     storage: Storage, step_dir: str, manifest: Manifest, first: FirstDigests
 ) -> bool:
-    """Write the first digests of a step into its manifest; False, and a warning, if that fails."""
+    """Write the first digests of a step into its manifest; if that fails, warn and return False."""
 
     async def write(attempt: Attempt) -> Mapping[str, int]:
         items = {
@@ -139,9 +137,7 @@ async def note_digests(
             folder=attempt.folder,
             requires=features(items, attempt.folder, virtual=True),
         )
-        async with anyio.create_task_group() as tasks:
-            for path in manifest.files:
-                tasks.start_soon(storage.link, attempt, path, manifest.folder)
+        await for_each(lambda path: storage.link(attempt, path, manifest.folder), manifest.files)
         encoded = await run_in_thread(encode, new)
         await storage.write(attempt, FILE_NAME, encoded)
         return sizes(new, encoded)

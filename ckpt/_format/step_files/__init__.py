@@ -1,1 +1,1 @@
-"""The files of a step: their names, those that lie elsewhere, and the parts of a job."""
+"""The files of a step: their names, files outside of the step, and the parts of a job."""

@@ -11,7 +11,7 @@ from ckpt._format.step_files.step_part import PART_FILE
 from ckpt.errors import InvalidArgumentError
 
 _ITEM = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\Z")
-# What Orbax or this library keep in the directory of a step or a root.
+# Names that Orbax or this library use in the directory of a step or a root.
 RESERVED_ITEMS = frozenset(
     {
         "AUTO",
@@ -30,7 +30,7 @@ RESERVED_ITEMS = frozenset(
         PART_FILE,
     }
 )
-# What this library and its Orbax view keep in an item's directory.
+# Names that this library and its Orbax view use in an item's directory.
 _RESERVED = frozenset(
     {
         "_METADATA",
@@ -51,7 +51,7 @@ def check_item_name(name: object) -> str:
     """Return `name` if an item may have it.
 
     Raises:
-        InvalidArgumentError: It could lead out of the step's directory, or is reserved.
+        InvalidArgumentError: `name` could lead out of the step's directory, or is reserved.
     """
     if not is_item_name(name):
         raise InvalidArgumentError(
@@ -62,7 +62,6 @@ def check_item_name(name: object) -> str:
 
 
 def is_item_name(name: object) -> TypeGuard[str]:
-    """Return whether an item may have this name."""
     return (
         isinstance(name, str)
         and _ITEM.match(name) is not None
@@ -77,7 +76,7 @@ def check_file_path(path: object) -> str:
     """Return `path` if it may name a file of an item, relative to the item's directory.
 
     Raises:
-        ValueError: It could lead out of the directory, is not portable, or is reserved.
+        ValueError: `path` could lead out of the directory, is not portable, or is reserved.
     """
     if not isinstance(path, str):
         raise ValueError(f"{path!r:.120} is not a string")

@@ -13,11 +13,11 @@ class SourceFile(Struct, frozen=True):
     """A file outside of the step that holds chunks of it.
 
     Attributes:
-        folder: Path of the directory that it is in, or URL of the place in a store.
-        path: The file there, with `/`.
-        size: How many of its bytes belong to the step, from its beginning.
-        fingerprint: A text that differs once the file has been changed. It is compared as long as
-            the chunks have no digests.
+        folder: Path of its directory, or URL of its place in a store.
+        path: Path of the file in the folder, with `/`.
+        size: Number of bytes that belong to the step, from the beginning of the file.
+        fingerprint: A text that changes whenever the file changes. It is compared as long as the
+            chunks have no digests.
     """
 
     folder: Text

@@ -1,8 +1,8 @@
-"""`ckpt.part.json`: what one process of a job has of a step, for putting all parts together.
+"""`ckpt.part.json`: the part of a step on the disk of one process, for assembling all parts.
 
-Where each process has a disk of its own, its step directory is a part of the step. This file says
-which of its files a step needs that is made of all parts, and what is in them. What another process
-has as well is left out on all but one of them.
+Where each process has a disk of its own, its step directory is a part of the step. This file lists
+the files that the assembled step takes from the part, and describes their content. Data that
+several processes have is listed by only one of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ class StepPart(Struct, frozen=True):
     """The part of a step that one process has saved.
 
     Attributes:
-        process: Its number.
-        count: How many processes there are.
-        files: The files that a step of all parts takes from this one, relative to the step.
-        report: What is in them, as a `WriteReport` in bytes.
+        files: The files that the assembled step takes from this part, relative to the step.
+        report: The content of those files, as a `SaveReport` in bytes.
     """
 
     process: _Number
@@ -40,7 +38,6 @@ _PARTS = msgspec.json.Decoder(StepPart)
 
 
 def encode_part(part: StepPart) -> bytes:
-    """Return the bytes of the file."""
     return msgspec.json.encode(part)
 
 
@@ -48,7 +45,7 @@ def decode_part(data: bytes, where: str) -> StepPart:
     """Return the part whose file has these bytes; `where` is the file, for messages.
 
     Raises:
-        CorruptCheckpointError: They are not such a file.
+        CorruptCheckpointError: `data` is not such a file.
     """
     try:
         part = _PARTS.decode(data)

@@ -1,4 +1,4 @@
-"""Trials of a directory: what its file system can do, and how long it takes."""
+"""Trials of a directory: the features and the speed of its file system."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pathlib import Path
 
 from ckpt._inspection.machine.findings import Finding, Verdict
 from ckpt._inspection.machine.scratch import scratch_folder
-from ckpt._tree.table import size_text
+from ckpt._tree.table import format_bytes
 from ckpt.storage._local.posix import exchange, fsync_directory, rename_new
 
 _ROUNDS = 7
 _SECTOR = 4096
 _SLOW_FSYNC, _VERY_SLOW_FSYNC = 0.05, 1.0
 _SKEWED_SECONDS = 60.0
-# FICLONE of Linux: the second file shares the bytes of the first.
+# Linux FICLONE: the second file shares the bytes of the first.
 _CLONE = 0x40049409
 _IN_MEMORY = ("tmpfs", "ramfs")
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "afs", "ceph", "glusterfs")
@@ -31,10 +31,10 @@ _OTHER_SECONDS = 30
 
 
 def disk(directory: Path, needed: int | None = None) -> Iterator[Finding]:
-    """Yield a finding for each trial; the files that they make are removed.
+    """Yield a finding for each trial; the files of the trials are removed.
 
     Args:
-        directory: A directory that exists.
+        directory: An existing directory.
         needed: Bytes of a step, if there is one already.
     """
     yield _kind(directory)
@@ -67,7 +67,7 @@ def _kind(directory: Path) -> Finding:
 
 
 def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """Return the kind of the file system that a directory is on; `unknown` if nothing says it."""
+    """Return the kind of the file system of a directory; `unknown` if it cannot be found."""
     try:
         device = os.stat(directory).st_dev
         lines = mounts.read_text(errors="surrogateescape").splitlines()
@@ -83,7 +83,7 @@ def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mountinfo"))
             continue
         point = parts[4].replace("\\040", " ")
         above = os.path.commonpath([real, point]) == point
-        # Btrfs has devices that no mount names; then only the path tells.
+        # Btrfs has devices that no mount names; then only the path shows the mount.
         rank = len(point) * above + (1 << 20) * (parts[2] == wanted)
         if (above or parts[2] == wanted) and rank >= best:
             best, kind = rank, rest[0]
@@ -93,9 +93,9 @@ def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mountinfo"))
 def _space(directory: Path, needed: int | None) -> Finding:
     state = os.statvfs(directory)
     free, size = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
-    found = f"{size_text(free)} of {size_text(size)} free"
+    found = f"{format_bytes(free)} of {format_bytes(size)} free"
     if needed:
-        found += f"; the last step has {size_text(needed)}"
+        found += f"; the last step has {format_bytes(needed)}"
     if state.f_files and not state.f_favail:
         return _problem("space", "no more files can be made", "remove files: no inodes are left")
     if free < max(needed or 0, 1 << 20):
@@ -132,7 +132,7 @@ def _fsync(folder: Path) -> Finding:
 
 
 def direct_io(folder: Path) -> Finding:
-    """Try whether files can be written past the page cache."""
+    """Check whether files can be written past the page cache."""
     advice = "data files go through the page cache, which takes memory and processor time"
     without = Finding("disk", "direct I/O", "warning", "not possible", advice)
     flag = getattr(os, "O_DIRECT", 0)
@@ -144,7 +144,7 @@ def direct_io(folder: Path) -> Finding:
     except OSError:
         return without
     try:
-        # Anonymous memory begins at a page.
+        # Direct I/O needs aligned memory; anonymous memory begins at a page.
         with mmap.mmap(-1, 1 << 20) as data:
             os.pwrite(fd, data, 0)
     except OSError as error:
@@ -172,7 +172,7 @@ def _clones(folder: Path) -> Finding:
         try:
             fcntl.ioctl(target.fileno(), _CLONE, source.fileno())
         except OSError:
-            # Nothing depends on them; copies made by other tools are slower.
+            # Nothing depends on reflinks; without them, copies made by other tools are slower.
             return _ok("reflinks", "not possible, and not needed")
     return _ok("reflinks", "work")
 
@@ -193,13 +193,13 @@ def _rename(folder: Path) -> Finding:
     try:
         exchange(folder / "fresh", folder / "step")
     except OSError:
-        advice = "overwrite=True and other replacements of a step are refused here"
+        advice = "if_exists='replace' and other replacements of a step are refused here"
         return Finding("disk", "atomic rename", "warning", "works, but swaps nothing", advice)
     return _ok("atomic rename", "works, and swaps two directories")
 
 
-# What the other process does: it looks for what was written here, writes something itself, and says
-# whether it gets the lock that this process holds.
+# The program of the other process: it reads a file that was written here, writes a file itself, and
+# prints whether it gets the lock that this process holds.
 _OTHER = """
 import fcntl, sys
 folder = sys.argv[1]

@@ -1,4 +1,4 @@
-"""What a check has found, and what to change."""
+"""Findings of checks, with advice."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ Verdict = Literal["ok", "warning", "problem"]
 
 
 class Finding(Struct, frozen=True):
-    """What one check has found.
+    """The result of one check.
 
     Attributes:
-        group: What was checked: `software`, `machine`, `disk` or `store`.
-        name: The check.
+        group: The checked area: `software`, `machine`, `disk` or `store`.
+        name: Name of the check.
         verdict: `ok`, `warning` (slower, or less safe, than it could be) or `problem` (saves fail,
             or could be lost).
-        found: What there is.
-        advice: What to change; empty if there is nothing to change.
-        value: The figure, if there is one: bytes, seconds or a number.
+        found: The observation, as text.
+        advice: The recommended change; empty if there is nothing to change.
+        value: The measured figure, if there is one: bytes, seconds or a number.
     """
 
     group: str
@@ -35,9 +35,9 @@ class Diagnosis(Struct, frozen=True):
 
     Attributes:
         path: The place that was checked, or None.
-        findings: What was found, in the order of the checks.
-        warnings: How many of them are warnings.
-        problems: How many of them are problems.
+        findings: The findings, in the order of the checks.
+        warnings: Number of warnings.
+        problems: Number of problems.
     """
 
     path: str | None
@@ -47,6 +47,6 @@ class Diagnosis(Struct, frozen=True):
 
 
 def diagnosis(path: str | None, findings: list[Finding]) -> Diagnosis:
-    """Return findings with their numbers."""
+    """Return a diagnosis with the numbers of warnings and problems."""
     verdicts = [each.verdict for each in findings]
     return Diagnosis(path, findings, verdicts.count("warning"), verdicts.count("problem"))

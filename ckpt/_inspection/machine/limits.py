@@ -1,4 +1,4 @@
-"""What the machine, its container and its user allow: processors, memory, open files."""
+"""Limits of the machine, its container and its user: processors, memory, open files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckpt._inspection.machine.findings import Finding, Verdict
-from ckpt._tree.table import size_text
+from ckpt._tree.table import format_bytes
 
 _SHARED = Path("/dev/shm")
 _LEAST_MEMORY = 2 << 30
@@ -43,11 +43,11 @@ def _processors() -> Finding:
 def _memory() -> Finding:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = memory_limit()
-    found = size_text(total)
+    found = format_bytes(total)
     if limit is not None and limit < total:
-        found, total = f"{size_text(limit)}, by the limit of the container", limit
-    # The default of `Staging(budget_bytes)`.
-    found += f"; saves may stage {size_text(total // 4)} at a time"
+        found, total = f"{format_bytes(limit)}, by the limit of the container", limit
+    # A quarter is the default of `Staging(budget_bytes)`.
+    found += f"; saves may stage {format_bytes(total // 4)} at a time"
     if total < _LEAST_MEMORY:
         advice = "little memory: a save blocks until most of it is written"
         return Finding("machine", "memory", "warning", found, advice, total)
@@ -59,13 +59,13 @@ def _address_space() -> Finding:
     if soft == resource.RLIM_INFINITY:
         return Finding("machine", "address space", "ok", "unlimited")
     advice = "ulimit -v unlimited: jax reserves far more address space than it uses"
-    return Finding("machine", "address space", "warning", size_text(soft), advice, soft)
+    return Finding("machine", "address space", "warning", format_bytes(soft), advice, soft)
 
 
 def _locked_memory() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    # Drivers of GPUs lock memory for staging by a way of their own, which this limit leaves alone.
-    found = "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft)
+    # GPU drivers lock memory for staging in a way of their own, which this limit does not affect.
+    found = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
     return Finding(
         "machine", "locked memory", "ok", found, value=None if found == "unlimited" else soft
     )
@@ -86,20 +86,20 @@ def _open_files() -> Finding:
 def _shared_memory() -> Finding:
     state = os.statvfs(_SHARED)
     size, free = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
-    found = f"{size_text(size)}, {size_text(free)} free"
+    found = f"{format_bytes(size)}, {format_bytes(free)} free"
     if size < _LEAST_SHARED:
-        # This library uses none of it.
+        # This library uses no shared memory, but others in the job do.
         advice = "data loaders and collectives of one machine may fail: docker run --shm-size=1g"
         return Finding("machine", "/dev/shm", "warning", found, advice, size)
     return Finding("machine", "/dev/shm", "ok", found, value=size)
 
 
 def memory_limit(top: Path = Path("/sys/fs/cgroup"), own: Path | None = None) -> int | None:
-    """Return the limit of the container or job in bytes; None without one.
+    """Return the memory limit of the container or job in bytes; None without one.
 
     Args:
-        top: Where the groups of the kernel are.
-        own: The file that says which of them this process is in.
+        top: Directory of the control groups of the kernel.
+        own: The file that names the groups of this process.
     """
     found = []
     for folder in _groups(top, own or Path("/proc/self/cgroup"), "memory"):
@@ -107,12 +107,12 @@ def memory_limit(top: Path = Path("/sys/fs/cgroup"), own: Path | None = None) ->
             text = _read(folder / name)
             if text.isdecimal():
                 found.append(int(text))
-    # Version 1 says "no limit" with a number near 2**63.
+    # Version 1 of control groups writes "no limit" as a number near 2**63.
     return min((each for each in found if 0 < each < 1 << 60), default=None)
 
 
 def processor_quota(top: Path = Path("/sys/fs/cgroup"), own: Path | None = None) -> float | None:
-    """Return how many processors the container or job may use; None without a limit."""
+    """Return the number of processors that the container or job may use; None without a limit."""
     found = []
     for folder in _groups(top, own or Path("/proc/self/cgroup"), "cpu"):
         text = _read(folder / "cpu.max").split()
@@ -124,7 +124,7 @@ def processor_quota(top: Path = Path("/sys/fs/cgroup"), own: Path | None = None)
 
 
 def _groups(top: Path, own: Path, controller: str) -> Iterator[Path]:
-    """Yield the group of this process and those above it, each of which may have a limit."""
+    """Yield the control group of this process and the groups above it; each may have a limit."""
     for line in _read(own).splitlines():
         number, _, rest = line.partition(":")
         names, _, path = rest.partition(":")

@@ -1,4 +1,4 @@
-"""How fast a disk writes and reads one large file, in the way in which data files are moved."""
+"""Rates at which a disk writes and reads one large file, in the same way as data files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = "raw"
 
 
 class RawFile:
-    """One file of random bytes, written and read in turns. The memory for it is touched before."""
+    """A file of random bytes that is written and read in turns, from memory touched beforehand."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         """Prepare `nbytes`, a multiple of a page."""
@@ -28,7 +28,7 @@ class RawFile:
             self._memory[start : start + len(part)] = part
 
     def write(self) -> float:
-        """Write the file, past the page cache if that is possible, and make it durable."""
+        """Write the file, past the page cache if possible, and sync it; return the seconds."""
         os.sync()
         began = time.perf_counter()
         with memoryview(self._memory) as data:
@@ -37,7 +37,7 @@ class RawFile:
         return time.perf_counter() - began
 
     def read(self) -> float:
-        """Read it, after it was dropped from the page cache."""
+        """Drop the file from the page cache and read it; return the seconds."""
         drop_from_cache(self._folder)
         began = time.perf_counter()
         with memoryview(self._memory) as data:
@@ -45,13 +45,13 @@ class RawFile:
         return time.perf_counter() - began
 
     def remove(self) -> None:
-        """Remove it."""
+        """Remove the file."""
         os.unlink(self._folder / _NAME)
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Drop all files below a folder from the page cache, as far as the system agrees."""
-    # Pages that are not written back stay.
+    """Drop all files below a folder from the page cache, as far as the system complies."""
+    # Written back first, since dirty pages stay in the cache.
     os.sync()
     for directory, _, names in os.walk(folder):
         for name in names:

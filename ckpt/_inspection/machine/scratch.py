@@ -1,4 +1,4 @@
-"""A folder for trials, which is gone afterwards, however they end."""
+"""A folder for trials that is removed afterwards, however they end."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import NoReturn
 
 from ckpt.storage._local.posix import remove_tree
 
-# No step, no attempt and no note is called so.
+# Steps, attempts and notes have no such names.
 _PREFIX = ".ckpt-trial-"
 _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
-    """Make a folder that others leave alone; remove it, also if the program is told to end.
+    """Make a folder that others leave alone; remove it even if a signal ends the program.
 
     Raises:
-        OSError: The directory above it cannot be written.
+        OSError: The parent directory cannot be written.
     """
     folder = parent / f"{_PREFIX}{uuid.uuid4().hex}"
     with _ended_by_signals():
         try:
-            # Within the `try`, since Ctrl-C may come as soon as it is there.
+            # Within the `try`, since Ctrl-C may come as soon as the folder exists.
             os.mkdir(folder)
             yield folder
         finally:
@@ -39,7 +39,7 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let signals that would end the process at once end the body first."""
+    """Make signals that would end the process at once end the body first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -53,7 +53,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Hold back Ctrl-C during the body."""
+    """Hold back Ctrl-C and other signals that end the process during the body."""
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_ENDS})
     try:
         yield

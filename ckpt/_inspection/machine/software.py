@@ -1,4 +1,4 @@
-"""Versions of what the library runs on, next to those that it asks for. Imports none of it."""
+"""Versions of the libraries that this one runs on, next to the required ones. Imports none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def software() -> Iterator[Finding]:
         yield Finding("software", "ckpt", "warning", "used from its sources", advice)
     yield _python(classifiers)
     least = {m[1].lower(): m[2] for each in needed if (m := _LEAST.match(each))}
-    # jaxlib goes with jax, which asks for the version that it needs.
+    # jaxlib has no entry: jax requires the version that it needs.
     for name in _WATCHED:
         yield _library(name, least.get(name))
 
@@ -59,7 +59,7 @@ def _library(name: str, least: str | None) -> Finding:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a release, for comparison: (0, 10, 2) of `0.10.2.dev5`."""
+    """Return the numbers of a release for comparison, such as (0, 10, 2) for `0.10.2.dev5`."""
     found = re.match(r"[0-9]+(\.[0-9]+)*", version)
     parts = [] if found is None else [int(each) for each in found[0].split(".")]
     while parts and parts[-1] == 0:

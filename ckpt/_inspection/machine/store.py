@@ -1,4 +1,4 @@
-"""Trials of an object store: whether it can hold steps, and how long it takes to answer."""
+"""Trials of an object store: its conditional writes and its latency."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _FOLDER = ".ckpt-trial"
 
 
 async def store(storage: Storage) -> AsyncIterator[Finding]:
-    """Yield a finding for each trial; the objects that they make are removed."""
+    """Yield a finding for each trial; the objects of the trials are removed."""
     began = time.perf_counter()
     try:
-        # It tries writes whose conditions do not hold.
+        # This tries conditional writes whose conditions do not hold.
         await storage.prepare()
     except CheckpointError as error:
         yield Finding("store", "conditional writes", "problem", redact(str(error)), "see the text")
@@ -38,7 +38,7 @@ async def store(storage: Storage) -> AsyncIterator[Finding]:
     except CheckpointError as error:
         yield Finding("store", "latency", "problem", redact(str(error)), "see the text")
     finally:
-        # Also on Ctrl-C, which cancels this.
+        # Shielded, so that it also runs after Ctrl-C, which cancels this task.
         with anyio.CancelScope(shield=True), contextlib.suppress(CheckpointError):
             await storage.drop_note(name)
 
@@ -56,7 +56,7 @@ async def _timed_reads(storage: Storage, name: str) -> list[float]:
     times = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()
-        await storage.read_note(name, 1 << 10)
+        await storage.read("", name, 1 << 10)
         times.append(time.perf_counter() - began)
     return times
 

@@ -1,1 +1,1 @@
-"""Restores on paper: what each process would read, and how much memory it would take."""
+"""Plans of restores without restoring: the bytes that each process would read, and its memory."""

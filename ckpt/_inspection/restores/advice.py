@@ -1,4 +1,4 @@
-"""Advice for restores: which chunks are read whole for a part of them, and how to save them."""
+"""Advice for restores: chunks that are read whole for a small part, and a better array format."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ckpt._format.zarr import choose_chunk
 
 Shape = tuple[int, ...]
 
-# Less than this is not worth another way to save.
+# Smaller savings are not worth another array format.
 _LEAST_TIMES = 1.1
 _LEAST_BYTES = 1 << 20
 _NUMBER = re.compile(r"[0-9]+")
 
 
 class LeafReads(Struct, frozen=True):
-    """What all processes read of an array.
+    """The reads of an array by all processes together.
 
     Attributes:
         item: Name of its item; empty if the checkpoint is one object.
@@ -28,8 +28,8 @@ class LeafReads(Struct, frozen=True):
         shape: Its shape.
         chunks: Shape of its stored chunks.
         region: Shape of the smallest region that a process needs.
-        needed: Bytes of the regions that the processes need, added up.
-        read: Bytes of the chunks that they read, added up and decoded.
+        needed: Sum of the bytes of the regions that the processes need.
+        read: Sum of the bytes of the chunks that they read, decoded.
         amplification: `read` over `needed`.
     """
 
@@ -44,12 +44,13 @@ class LeafReads(Struct, frozen=True):
 
 
 class LayoutAdvice(Struct, frozen=True):
-    """How arrays could be saved so that less of them would be read.
+    """An array format with which fewer bytes of some arrays would be read.
 
     Attributes:
-        pattern: A pattern that covers them, with `*` for numbers; of one array its leaf path.
-        arrays: How many they are.
-        wasted: Bytes that are read of them beyond what is needed, by all processes.
+        pattern: A pattern that covers the arrays, with `*` for numbers; the leaf path of a single
+            array.
+        arrays: Number of the arrays.
+        wasted: Bytes of the arrays that all processes together read beyond their need.
         chunk_bytes: For `ArrayFormat`: about the bytes of a region.
         split_axes: For `ArrayFormat`: the axes along which regions end within chunks.
     """
@@ -64,12 +65,12 @@ class LayoutAdvice(Struct, frozen=True):
 def layout_advice(
     leaves: Iterable[LeafReads], shards: Sequence[Shape], itemsizes: Sequence[int]
 ) -> list[LayoutAdvice]:
-    """Return how leaves could be saved so that less of them would be read, the worst first.
+    """Return array formats with which fewer bytes would be read, the worst waste first.
 
     Args:
-        leaves: What is read of each.
-        shards: The shards in which each was saved.
-        itemsizes: Bytes of an element of each.
+        leaves: The reads of each leaf.
+        shards: The shape of the shards in which each leaf was saved.
+        itemsizes: Bytes of an element of each leaf.
     """
     alike: dict[tuple[str, int, tuple[int, ...]], list[LeafReads]] = {}
     for leaf, shard, itemsize in zip(leaves, shards, itemsizes, strict=True):
@@ -94,7 +95,7 @@ def layout_advice(
 
 
 def _format_for(leaf: LeafReads, shard: Shape, itemsize: int) -> tuple[int, tuple[int, ...]] | None:
-    """Return `chunk_bytes` and `split_axes` that make chunks of which regions consist, or None."""
+    """Return `chunk_bytes` and `split_axes` that align chunks with the regions, or None."""
     axes = tuple(
         axis
         for axis, (length, chunk) in enumerate(zip(leaf.region, leaf.chunks, strict=True))

@@ -1,8 +1,8 @@
-"""Devices on paper: the regions of arrays that each of them holds, without jax and without devices.
+"""A grid of planned devices: the regions of arrays on each of them, without jax and devices.
 
-A partition spec says for every dimension of an array over which axes of the mesh it is cut; the
-parts are equal, and devices that differ in other axes only hold the same part. That is the rule of
-`jax.sharding.NamedSharding`, which refuses, as this does, parts that would not be equal.
+A partition spec names, for every dimension of an array, the axes of the mesh over which it is cut.
+The parts are equal, and devices that differ only in other axes hold the same part. This is the rule
+of `jax.sharding.NamedSharding`, which also refuses parts that would not be equal.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ckpt._format.regions import Region, whole
 from ckpt.errors import InvalidArgumentError
 
 Shape = tuple[int, ...]
-# For every dimension the axes of the mesh over which it is cut, the slowest first; dimensions at
+# For every dimension, the axes of the mesh over which it is cut, the slowest first; dimensions at
 # the end may be left out.
 Spec = tuple[tuple[str, ...], ...]
 
-# Of more devices a plan takes minutes.
+# A plan for more devices takes minutes.
 MOST_DEVICES = 1 << 16
 
 
 class HeldPart(Struct, frozen=True):
-    """What the devices of one process hold of an array.
+    """The part of an array on the devices of one process.
 
     Attributes:
         regions: The distinct regions.
-        elements: The elements on all of its devices, those of replicas, too.
+        elements: Number of elements on all of its devices, including replicas.
     """
 
     regions: tuple[Region, ...]
@@ -38,7 +38,7 @@ class HeldPart(Struct, frozen=True):
 
 
 def everything(shape: Shape) -> HeldPart:
-    """Return what a process holds that has a whole array once."""
+    """Return the part of a process that has the whole array once."""
     return HeldPart((whole(shape),), math.prod(shape))
 
 
@@ -55,7 +55,7 @@ class DeviceGrid(Struct, frozen=True):
     _known: dict[tuple[Shape, Spec], dict[int, HeldPart]] = field(default_factory=dict)
 
     def held(self, shape: Shape, spec: Spec) -> dict[int, HeldPart]:
-        """Return what every process holds of an array that `spec_problem` has nothing against."""
+        """Return the part of every process; `spec_problem` must have found nothing."""
         if (shape, spec) not in self._known:
             regions = regions_of(shape, spec, self.axes)
             mine: dict[int, list[Region]] = {}
@@ -72,7 +72,7 @@ def grid_of(axes: Mapping[str, int], processes: int) -> DeviceGrid:
     """Return a mesh whose devices are divided among processes in their order.
 
     Raises:
-        InvalidArgumentError: They cannot be divided, or there are too many.
+        InvalidArgumentError: The devices cannot be divided, or there are too many.
     """
     count = math.prod(axes.values())
     if count > MOST_DEVICES:
@@ -89,7 +89,7 @@ def grid_of(axes: Mapping[str, int], processes: int) -> DeviceGrid:
 
 
 def spec_problem(shape: Shape, spec: Spec, axes: Mapping[str, int]) -> str | None:
-    """Return why an array cannot be cut like that, or None."""
+    """Return the reason why an array cannot be cut by a spec, or None."""
     if len(spec) > len(shape):
         return f"it has {len(shape)} dimensions, and the spec is for {len(spec)}"
     names = list(itertools.chain(*spec))
@@ -106,20 +106,20 @@ def spec_problem(shape: Shape, spec: Spec, axes: Mapping[str, int]) -> str | Non
 
 
 def shard_shape(shape: Shape, spec: Spec, axes: Mapping[str, int]) -> Shape:
-    """Return the shape of the equal parts of an array; see `spec_problem`."""
+    """Return the shape of the equal parts of an array; `spec_problem` must have found nothing."""
     cut = [math.prod(axes[name] for name in over) for over in spec]
     cut += [1] * (len(shape) - len(cut))
     return tuple(length // parts for length, parts in zip(shape, cut, strict=True))
 
 
 def regions_of(shape: Shape, spec: Spec, axes: Mapping[str, int]) -> Sequence[Region]:
-    """Return the region that every device holds, in C order of the mesh."""
+    """Return the region on every device, in C order of the mesh."""
     place = {name: number for number, name in enumerate(axes)}
     cuts = [tuple((place[name], axes[name]) for name in over) for over in spec]
     cuts += [()] * (len(shape) - len(cuts))
     lengths = shard_shape(shape, spec, axes)
     found: list[Region] = []
-    # Most devices hold what another one holds, and then it is the same object.
+    # Most devices hold a region that another device holds, too; they share the object.
     known: dict[Shape, Region] = {}
     for device in itertools.product(*map(range, axes.values())):
         offset = []

@@ -1,6 +1,6 @@
-"""A restore explained: who would read what, and how much memory that would take.
+"""The explanation of a restore: the reads and the memory of each process.
 
-All of it follows from the manifest, and from what the caller says of the devices.
+It follows from the manifest and from the caller's description of the devices.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import OWN_DISKS
-from ckpt._inspection.places import Checkpoint
+from ckpt._inspection.locations import Checkpoint
 from ckpt._inspection.restores.device_grid import MOST_DEVICES
 from ckpt._inspection.restores.item_plans import WantedArray, WantedItem
 from ckpt._inspection.restores.placements import AsSaved, OnMesh, Placements, TargetMesh, refuse
+from ckpt._inspection.restores.read_volume import ReadVolume
 from ckpt._inspection.restores.records import OtherItem, RestoreExplanation
-from ckpt._inspection.restores.tally import ReadTally
 from ckpt._plan.chunk_reads import CONCURRENT_REQUESTS
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._settings import Staging
@@ -26,7 +26,7 @@ from ckpt._tree.patterns import compile_pattern
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import InvalidArgumentError, UnsupportedFormatError, located
 
-# By the number of a leaf that is an array.
+# Paths of array leaves, by number of the leaf.
 _Paths = Mapping[int, str]
 
 
@@ -38,19 +38,18 @@ def explain_restore(
     items: Sequence[str] = (),
     select: Sequence[str] = (),
     budget: int | None = None,
-    platform: str | None = None,
 ) -> RestoreExplanation:
-    """Return what a restore would read; reads nothing but the manifest.
+    """Return the reads of a restore; reads nothing but the manifest.
 
     Args:
-        checkpoint: What would be restored.
+        checkpoint: The checkpoint to restore.
         mesh: The mesh to restore onto; None for a restore as saved.
-        processes: Over how many processes the devices are divided. None means one on a mesh, and
-            without a mesh as many as have saved.
-        items: Names of items; none for all.
-        select: Patterns of leaf paths; none for all leaves.
-        budget: Budget of host memory of each process; None for that of a manager on this machine.
-        platform: Platform of the devices; None for that on which most was saved.
+        processes: Number of processes that the devices are divided among. None means one process
+            with a mesh, and as many as have saved without a mesh.
+        items: Names of items; all if there are none.
+        select: Patterns of leaf paths; all leaves if there are none.
+        budget: Budget of host memory of each process; None for the default of a manager on this
+            machine.
 
     Raises:
         InvalidArgumentError: There is no such item, a pattern covers nothing, or the mesh cannot
@@ -79,36 +78,36 @@ def explain_restore(
     else:
         paths = [path for numbers in chosen.values() for path in numbers.values()]
         placements = OnMesh(manifest, mesh, count, paths)
-    wanted = [_wanted(name, entry, chosen[name], placements) for name, entry in entries.items()]
+    wanted = [
+        _wanted_item(name, entry, chosen[name], placements) for name, entry in entries.items()
+    ]
     with located(step=manifest.step):
         refuse(placements.problems())
-        platform = platform or _platform(entries.values())
         capacity = Staging(budget).effective_budget
-        tally = ReadTally(
+        volume = ReadVolume(
             wanted,
             count,
             capacity,
             in_memory=_in_memory(checkpoint.opened),
-            platform=platform,
         )
-    readers = tally.processes(placements.devices, manifest)
-    leaves = tally.leaves(manifest.unnamed)
+    readers = volume.processes(placements.devices, manifest)
+    leaves = volume.leaves(manifest.unnamed)
     return RestoreExplanation(
         path=checkpoint.location,
         step=manifest.step,
         mesh=None if mesh is None else mesh.axes,
-        platform=platform,
+        platform=_platform(entries.values()),
         arrays=sum(len(item.arrays) for item in wanted),
-        nbytes=tally.nbytes,
-        stored=tally.stored,
+        nbytes=volume.nbytes,
+        stored=volume.stored,
         read=sum(each.read for each in readers),
         requests=sum(each.requests for each in readers),
-        shared=tally.shared,
+        shared=volume.shared,
         budget=capacity,
         concurrent=CONCURRENT_REQUESTS,
         processes=readers,
         leaves=leaves,
-        advice=tally.advice(manifest),
+        advice=volume.advice(manifest),
         others=[
             OtherItem(name, entry.handler, entry.nbytes)
             for name, entry in manifest.items.items()
@@ -119,7 +118,7 @@ def explain_restore(
 
 
 def _entries(checkpoint: Checkpoint, items: Sequence[str]) -> dict[str, ItemEntry]:
-    """Return the items that have a tree, checked."""
+    """Return the items that have a tree, after checking their leaves."""
     manifest = checkpoint.opened.manifest
     for name in items:
         if name not in manifest.items:
@@ -137,7 +136,7 @@ def _entries(checkpoint: Checkpoint, items: Sequence[str]) -> dict[str, ItemEntr
 
 
 def _chosen(entries: Mapping[str, ItemEntry], select: Sequence[str]) -> dict[str, _Paths]:
-    """Return the arrays of each item that are selected."""
+    """Return the paths of the selected arrays of each item."""
     found: dict[str, dict[int, str]] = {}
     for name, entry in entries.items():
         paths = unboxed_names(entry.nodes, entry.leaves.names)
@@ -168,7 +167,7 @@ def _chosen(entries: Mapping[str, ItemEntry], select: Sequence[str]) -> dict[str
     }
 
 
-def _wanted(name: str, entry: ItemEntry, paths: _Paths, placements: Placements) -> WantedItem:
+def _wanted_item(name: str, entry: ItemEntry, paths: _Paths, placements: Placements) -> WantedItem:
     leaves = list(entry.leaves)
     arrays: list[WantedArray] = []
     known: set[int] = set()
@@ -183,7 +182,7 @@ def _wanted(name: str, entry: ItemEntry, paths: _Paths, placements: Placements) 
 
 
 def _platform(entries: Iterable[ItemEntry]) -> str:
-    """Return the platform on which most shardings were."""
+    """Return the most frequent platform of the stored shardings."""
     counts = Counter(each.platform for entry in entries for each in entry.shardings)
     return counts.most_common(1)[0][0] if counts else "cpu"
 
@@ -192,7 +191,7 @@ def _in_memory(opened: OpenedStep) -> Collection[str]:
     """Return the data files that were read when the checkpoint was opened."""
     if opened.foreign is None:
         return ()
-    # The readers of such files have imported jax already.
+    # This imports jax, which the readers of such files have imported already.
     from ckpt._interop.foreign import ForeignFiles
 
     return opened.foreign.kept if isinstance(opened.foreign, ForeignFiles) else ()

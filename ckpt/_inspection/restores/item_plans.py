@@ -1,4 +1,4 @@
-"""Plans of an item: what every process would read of it. The planner is that of restores."""
+"""Plans of the reads of an item by every process, made by the planner of restores."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Shape = tuple[int, ...]
 
 
 class WantedArray(Struct, frozen=True):
-    """An array that is restored.
+    """An array to restore.
 
     Attributes:
         path: Its leaf path.
-        number: Number of the stored leaf; of one array at several places, that of the first.
+        number: Number of the stored leaf; for one array at several places, of the first.
         leaf: The leaf.
-        held: What each process would hold of it.
+        held: The part of each process.
     """
 
     path: str
@@ -33,12 +33,12 @@ class WantedArray(Struct, frozen=True):
 
 
 class WantedItem(Struct, frozen=True):
-    """An item that is restored.
+    """An item to restore.
 
     Attributes:
         name: Its name.
-        leaves: All leaves that are stored.
-        arrays: Those that are wanted.
+        leaves: All of its stored leaves.
+        arrays: The arrays to restore.
         data_files: Its data files, relative to the step.
     """
 
@@ -49,7 +49,7 @@ class WantedItem(Struct, frozen=True):
 
 
 class NeededRegions(Struct, frozen=True, gc=False):
-    """The regions of a stored leaf that a process needs: what the planner asks of an array."""
+    """The regions of a stored leaf that a process needs, in the form that the planner expects."""
 
     shape: Shape
     leaf: int | None
@@ -58,7 +58,7 @@ class NeededRegions(Struct, frozen=True, gc=False):
 
 
 def requests_of(item: WantedItem, process: int, limit: int) -> list[ReadRequest]:
-    """Return what a process would read of an item, in the order of a restore.
+    """Return the requests of a process for an item, in the order of a restore.
 
     Args:
         item: The item.
@@ -76,9 +76,9 @@ def requests_of(item: WantedItem, process: int, limit: int) -> list[ReadRequest]
 
 
 def alike(items: Sequence[WantedItem], processes: int) -> list[list[int]]:
-    """Return the processes in groups of those that need the same of all arrays."""
+    """Return the processes in groups that need the same parts of all arrays."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    # Equal parts get one number each, since there are many processes and arrays.
+    # Equal parts get one number each, so that keys of many processes and arrays compare fast.
     numbers: dict[HeldPart, int] = {}
     known: dict[int, int] = {}
     placements = {id(array.held): array.held for item in items for array in item.arrays}

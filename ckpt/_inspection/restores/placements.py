@@ -1,6 +1,6 @@
-"""Placements: which part of every array each process of a job would hold after a restore.
+"""Placements: the part of every array that each process of a job would hold after a restore.
 
-Either all lies as it did when it was saved, or on a mesh that the caller describes.
+Arrays are placed either as they were saved, or on a mesh that the caller describes.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ckpt._tree.suggestions import suggestion
 from ckpt.errors import InvalidArgumentError, TargetMismatchError
 
 _SHOWN = 8
-# Arrays of jax.
+# Kinds of jax arrays.
 _ON_DEVICES = frozenset({"jax", "key"})
 
 
 class HeldParts(Struct, frozen=True, eq=False):
-    """What the processes of a job hold of an array.
+    """The parts of an array that the processes of a job hold.
 
     Attributes:
-        parts: By the number of the process.
-        on_devices: Whether it is an array of jax; else it is in host memory.
+        parts: The parts, by number of the process.
+        on_devices: True for a jax array; other arrays are in host memory.
     """
 
     parts: Sequence[HeldPart]
@@ -58,31 +58,31 @@ class TargetMesh(Struct, frozen=True):
 
 
 class Placements(Protocol):
-    """Tells what each process would hold of arrays."""
+    """Determines the parts of arrays that each process would hold."""
 
     @property
     def keeps_identity(self) -> bool:
-        """Whether one array that is at several places is restored as one.
+        """True if one array at several places is restored as one array.
 
-        A restore as saved does so. A target has an array of its own at each place.
+        A restore as saved does so. A target has a separate array at each place.
         """
 
     @property
     def devices(self) -> Sequence[int]:
-        """How many devices each process has."""
+        """Number of devices of each process."""
 
     def of(self, item: str, path: str, leaf: LeafEntry) -> HeldParts:
-        """Return what each process would hold of an array."""
+        """Return the part of an array that each process would hold."""
 
     def problems(self) -> Sequence[str]:
-        """Return which arrays cannot be placed, and why."""
+        """Return the arrays that cannot be placed, with reasons."""
 
     def notes(self) -> list[str]:
-        """Return what was assumed of the arrays so far, as sentences."""
+        """Return the assumptions about the arrays so far, as sentences."""
 
 
 class AsSaved:
-    """All lies where it did when it was saved, in a job that is like the one that saved it."""
+    """Places arrays as they were saved, in a job like the one that saved them."""
 
     keeps_identity = True
 
@@ -107,14 +107,14 @@ class AsSaved:
 
     @property
     def devices(self) -> Sequence[int]:
-        """How many devices each process has."""
+        """Number of devices of each process."""
         counts = Counter(self._owners.values())
         if not self._is_divided:
             return [max(counts[0], 1)] * self._processes
         return [counts[number] for number in range(self._processes)]
 
     def of(self, item: str, path: str, leaf: LeafEntry) -> HeldParts:
-        """Return what each process would hold of an array."""
+        """Return the part of an array that each process would hold."""
         shape = tuple(leaf.shape)
         on_devices = leaf.kind in _ON_DEVICES
         if leaf.sharding is None or not leaf.committed or not on_devices:
@@ -132,7 +132,7 @@ class AsSaved:
             self._problems.append(f"{path}: {reason}")
             return self._whole(shape, True)
         held = grid.held(shape, spec)
-        # One that a single process had, every process has on devices of its own.
+        # An array saved by one process is restored on every process's local devices.
         is_own = len(held) == 1
         parts = [held[min(held) if is_own else number] for number in range(self._processes)]
         self._known[key] = HeldParts(parts, True)
@@ -145,11 +145,11 @@ class AsSaved:
         return self._wholes[key]
 
     def problems(self) -> Sequence[str]:
-        """Return which arrays cannot be placed, and why."""
+        """Return the arrays that cannot be placed, with reasons."""
         return self._problems
 
     def notes(self) -> list[str]:
-        """Return what was assumed of the arrays so far, as sentences."""
+        """Return the assumptions about the arrays so far, as sentences."""
         found = []
         if self._processes > 1 and self._owners:
             found.append(
@@ -167,7 +167,7 @@ class AsSaved:
         return found
 
     def _grid(self, entry: ShardingEntry) -> DeviceGrid | None:
-        """Return the devices of a stored sharding; None where a restore could not make it again."""
+        """Return the devices of a stored sharding; None if a restore could not make it again."""
         axes = dict(zip(entry.axis_names, entry.axis_sizes, strict=False))
         if entry.kind == "single":
             axes = {}
@@ -183,15 +183,15 @@ class AsSaved:
         if not math.prod(sizes) == len(ids) == len(set(ids)):
             return None
         owners = tuple(self._owners[device] for device in entry.device_ids)
-        # Of an array of some processes, the others could use nothing.
+        # A process without devices in the sharding would have no part of the array.
         is_usable = len(set(owners)) in (1, self._processes)
         return DeviceGrid(axes, owners) if is_usable else None
 
 
 class OnMesh:
-    """All lies on one mesh: by the specs given, else by the stored ones, else on every device.
+    """Places arrays on one mesh: by the given specs, else by the stored ones, else on every device.
 
-    Arrays of numpy for which no spec is given are in the memory of every process.
+    A numpy array without a given spec is in the memory of every process.
     """
 
     keeps_identity = False
@@ -202,13 +202,13 @@ class OnMesh:
         """Divide the devices of the mesh among the processes, in their order.
 
         Args:
-            manifest: What is restored.
+            manifest: Manifest of the checkpoint.
             mesh: The mesh.
-            processes: How many processes there are.
+            processes: Number of processes.
             paths: The leaf paths of all arrays.
 
         Raises:
-            InvalidArgumentError: The mesh cannot be divided, or a spec is for no array.
+            InvalidArgumentError: The mesh cannot be divided, or a spec covers no array.
         """
         self._grid = grid_of(mesh.axes, processes)
         self._processes = processes
@@ -221,11 +221,11 @@ class OnMesh:
 
     @property
     def devices(self) -> Sequence[int]:
-        """How many devices each process has."""
+        """Number of devices of each process."""
         return [len(self._grid.owners) // self._processes] * self._processes
 
     def of(self, item: str, path: str, leaf: LeafEntry) -> HeldParts:
-        """Return what each process would hold of an array."""
+        """Return the part of an array that each process would hold."""
         shape, spec = tuple(leaf.shape), self._chosen.get(path)
         if spec is None and leaf.kind in _ON_DEVICES:
             stored = None if leaf.sharding is None else self._shardings[item][leaf.sharding]
@@ -246,11 +246,11 @@ class OnMesh:
         return HeldParts(parts, True)
 
     def problems(self) -> Sequence[str]:
-        """Return which arrays cannot be placed, and why."""
+        """Return the arrays that cannot be placed, with reasons."""
         return self._problems
 
     def notes(self) -> list[str]:
-        """Return what was assumed of the arrays so far, as sentences."""
+        """Return the assumptions about the arrays so far, as sentences."""
         found = [
             f"the mesh has no axis {name!r:.60}, over which {count:,} "
             f"{'array was' if count == 1 else 'arrays were'} cut; it is left out of their specs"
@@ -264,7 +264,7 @@ class OnMesh:
         return found
 
     def _kept(self, path: str, stored: ShardingEntry | None) -> Spec:
-        """Return what is left of a stored spec on this mesh."""
+        """Return a stored spec without the axes that this mesh does not have."""
         if stored is None or stored.kind == "single":
             return ()
         if stored.kind != "named":
@@ -278,9 +278,9 @@ class OnMesh:
 
 
 def stored_shard(entry: ShardingEntry | None, shape: Shape) -> Shape:
-    """Return the shape of the shards in which an array was saved; all of it if that is not known.
+    """Return the shape of the shards in which an array was saved; its whole shape if unknown.
 
-    Nothing relies on it.
+    The shape serves for advice only.
     """
     if entry is None or entry.kind != "named":
         return shape
@@ -319,7 +319,6 @@ def _stored_spec(entry: ShardingEntry) -> Spec:
 
 
 def _chosen(mesh: TargetMesh, paths: Sequence[str]) -> dict[str, Spec]:
-    """Return the specs of arrays by their paths."""
     found: dict[str, Spec] = {}
     for text, spec in mesh.specs:
         for name in {name for over in spec for name in over}:

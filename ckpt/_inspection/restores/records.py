@@ -1,4 +1,4 @@
-"""What a restore would read, as records."""
+"""The reads of a restore, as records."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ckpt._inspection.restores.advice import LayoutAdvice, LeafReads
 
 
 class FileShare(Struct, frozen=True):
-    """How much of a data file a process reads.
+    """The bytes of a data file that a process reads.
 
     Attributes:
         path: The file, relative to the step.
-        read: Bytes that are read of it.
-        share: That over the size of the file; None if the size is not known.
+        read: Bytes that are read from it.
+        share: `read` over the size of the file; None if the size is unknown.
     """
 
     path: str
@@ -24,19 +24,16 @@ class FileShare(Struct, frozen=True):
 
 
 class ProcessReads(Struct, frozen=True):
-    """What one process reads.
+    """The reads of one process.
 
     Attributes:
         process: Its number.
-        devices: How many devices it has.
-        held: Bytes of arrays on its devices and in its memory, replicas included.
-        read: Bytes that it reads of data files.
-        requests: In how many requests.
-        files: Of how many files.
+        devices: Number of its devices.
+        held: Bytes of arrays on its devices and in its memory, including replicas.
+        read: Bytes that it reads from data files.
+        requests: Number of its requests.
+        files: Number of files that it reads.
         most_of: The file of which it reads the largest share; None if it reads nothing.
-        host_memory: Most bytes of host memory that the restore takes at one time (an estimate).
-        host_arrays: How many of them are the arrays themselves; on accelerators only those of
-            numpy.
     """
 
     process: int
@@ -46,17 +43,15 @@ class ProcessReads(Struct, frozen=True):
     requests: int
     files: int
     most_of: FileShare | None
-    host_memory: int
-    host_arrays: int
 
 
 class OtherItem(Struct, frozen=True):
     """An item without arrays. Its handler reads files of its own, which are not counted.
 
     Attributes:
-        name: Its name.
+        name: Name of the item.
         handler: Its handler.
-        nbytes: Bytes of its files, as the handler has told them.
+        nbytes: Bytes of its files, as its handler reported them.
     """
 
     name: str
@@ -65,26 +60,26 @@ class OtherItem(Struct, frozen=True):
 
 
 class RestoreExplanation(Struct, frozen=True):
-    """What a restore would read.
+    """The reads of a restore.
 
     Attributes:
-        path: Where the checkpoint is.
+        path: Path of the checkpoint.
         step: Its number, or None.
         mesh: Sizes of the axes of the mesh to restore onto; None for a restore as saved.
-        platform: Platform of the devices.
-        arrays: How many arrays are restored.
-        nbytes: Their bytes, each counted once.
+        platform: Platform on which most was saved.
+        arrays: Number of arrays to restore.
+        nbytes: Bytes of the arrays, each counted once.
         stored: Bytes of data files that any process reads, each counted once.
-        read: Bytes that all processes read.
-        requests: In how many requests.
-        shared: Bytes that they would read if processes that hold the same shared their reads.
+        read: Sum of the bytes that the processes read.
+        requests: Sum of the requests of the processes.
+        shared: Bytes read if processes that hold the same parts shared their reads.
         budget: Budget of host memory of each process.
-        concurrent: Requests in progress at one time in each process.
-        processes: What each process reads.
-        leaves: The arrays of which more is read than is needed, the worst first.
-        advice: How they could be saved.
+        concurrent: Number of requests in progress at one time in each process.
+        processes: The reads of each process.
+        leaves: The arrays that are read beyond the need, the worst first.
+        advice: Array formats that would save reads.
         others: Items without arrays.
-        notes: What was assumed.
+        notes: Assumptions of the plan.
     """
 
     path: str

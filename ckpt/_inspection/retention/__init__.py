@@ -1,1 +1,1 @@
-"""What is kept, what goes, and what dead writers left."""
+"""Retention: kept steps, deleted steps, and leftovers of dead writers."""

@@ -1,22 +1,22 @@
-"""Pins that people set and take away by paths."""
+"""Pins that people add and remove by path."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from ckpt._inspection.places import RunRoot, checkpoint_at, look_at, step_place
+from ckpt._inspection.locations import RunRoot, checkpoint_at, locate, step_path_of
 from ckpt._steps.pins import check_pin_name, pin, pins, unpin
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, NotACheckpointError
 
 
 class PinChange(Struct, frozen=True):
-    """Steps that were pinned, or let go.
+    """Steps that were pinned or unpinned.
 
     Attributes:
-        root: Where their root is.
-        name: The name of the pin.
-        steps: Their numbers.
-        pinned: Whether they are pinned now.
+        root: Path of their root.
+        name: Name of the pin.
+        steps: Numbers of the steps.
+        pinned: True if they are pinned now.
     """
 
     root: str
@@ -26,10 +26,10 @@ class PinChange(Struct, frozen=True):
 
 
 async def pin_at(path: str, name: str) -> PinChange:
-    """Pin a step; of a root, its latest one.
+    """Pin a step; for a root, its latest step.
 
     Raises:
-        InvalidArgumentError: A pin cannot be called so, or the path is a single checkpoint.
+        InvalidArgumentError: The name is not valid for a pin, or the path is a single checkpoint.
         CheckpointError: There is no step, or it cannot be read or pinned.
     """
     check_pin_name(name)
@@ -49,16 +49,16 @@ async def pin_at(path: str, name: str) -> PinChange:
 
 
 async def unpin_at(path: str, name: str) -> PinChange:
-    """Take a pin away from a step, damaged or gone too; of a root, from all that have it.
+    """Remove a pin from a step, even a damaged or deleted one; for a root, from all steps with it.
 
     Raises:
-        InvalidArgumentError: There is no such pin; says which there are.
+        InvalidArgumentError: There is no such pin; lists the existing ones.
         CheckpointError: There is neither a root nor a step, or the storage cannot be written.
     """
     check_pin_name(name)
-    place = step_place(path)
+    place = step_path_of(path)
     try:
-        found = await look_at(path)
+        found = await locate(path)
     except (NotACheckpointError, CorruptCheckpointError):
         if place is None:
             raise

@@ -1,4 +1,4 @@
-"""Steps that are deleted by their paths, and the trash: the library's own retention does it."""
+"""Deletion of steps by path, and the trash; the library's own retention does the work."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from datetime import datetime
 
 from msgspec import Struct
 
-from ckpt._inspection.places import (
+from ckpt._inspection.locations import (
     Checkpoint,
     RunRoot,
-    StepPlace,
-    look_at,
+    StepPath,
+    locate,
     names_of,
     open_as_root,
     root_at,
-    step_place,
+    step_path_of,
 )
 from ckpt._steps.index import StepIndex
 from ckpt._steps.opened import open_step
 from ckpt._steps.pins import pins, refuse_pinned
-from ckpt._steps.removal.noted_policy import noted_policy
+from ckpt._steps.removal.recorded_policy import read_recorded_policy
 from ckpt._steps.removal.retention import Retention
 from ckpt._steps.removal.trash import StepTrash
 from ckpt.errors import (
@@ -31,8 +31,8 @@ from ckpt.errors import (
     NotACheckpointError,
     UnsupportedFormatError,
 )
-from ckpt.policies._deletion import Deletion, trash_of
-from ckpt.policies._preservation import PreserveAll
+from ckpt.keep._deletion import Deletion, trash_of
+from ckpt.keep._keep_policies import All
 from ckpt.storage._resolve import check_trash
 
 
@@ -40,11 +40,11 @@ class DeletedStep(Struct, frozen=True):
     """A step that was deleted, or would be.
 
     Attributes:
-        path: Where it was.
+        path: Path that it had.
         step: Its number.
-        stored_bytes: Bytes of its files; None if that is not known.
+        stored_bytes: Bytes of its files; None if unknown.
         trash: The trash that it goes to; None if it is removed for good.
-        done: Whether it was deleted; False if it was only looked at.
+        done: True if it was deleted; False for a dry run.
     """
 
     path: str
@@ -59,9 +59,9 @@ class TrashedEntry(Struct, frozen=True):
 
     Attributes:
         step: Its number.
-        deleted: When it was deleted (UTC).
-        age_seconds: How long ago that was.
-        path: Where it is.
+        deleted: Time of its deletion (UTC).
+        age_seconds: Time since the deletion.
+        path: Its path in the trash.
     """
 
     step: int
@@ -71,17 +71,17 @@ class TrashedEntry(Struct, frozen=True):
 
 
 async def trash_of_run(root: RunRoot, given: str | None, *, for_good: bool = False) -> str | None:
-    """Return the trash that steps of a root go to: the one that is given, or that of the run.
+    """Return the trash that steps of a root go to: the given one, or the trash of the run.
 
     Raises:
-        InvalidArgumentError: That of the run is elsewhere, and a root must not say where to; or
-            what is given cannot be the trash of that root.
+        InvalidArgumentError: The trash of the run is outside of the root, and a file in a root must
+            not choose such a place; or the given path cannot be the trash of this root.
         StorageError: The root cannot be read.
     """
     if for_good:
         return None
     if given is None:
-        noted = await noted_policy(root.storage)
+        noted = await read_recorded_policy(root.storage)
         if noted is not None and noted.deletion is None:
             raise InvalidArgumentError(
                 f"{root.location}: what this run does with deleted steps cannot be read from "
@@ -106,20 +106,20 @@ async def delete_steps(
     """Delete steps; if one of them may not be deleted, none is.
 
     Args:
-        paths: Their paths.
-        trash: The trash that they go to; None for that of the run, if it has one.
-        for_good: Use no trash.
-        dry_run: Only look whether they can be deleted.
+        paths: Paths of the steps.
+        trash: The trash that they go to; None for the trash of the run, if it has one.
+        for_good: True to use no trash.
+        dry_run: True to check only whether they can be deleted.
 
     Raises:
-        InvalidArgumentError: A path is not that of a step.
+        InvalidArgumentError: A path is not the path of a step.
         StepPinnedError: A step is pinned.
         StepNotFoundError: There is no such step.
         StorageError: The storage cannot be read or written.
     """
-    steps: dict[str, tuple[StepPlace, int | None, str | None]] = {}
+    steps: dict[str, tuple[StepPath, int | None, str | None]] = {}
     for path in paths:
-        place = step_place(path)
+        place = step_path_of(path)
         if place is None:
             raise await _not_a_step(path)
         nbytes = await _deletable(place)
@@ -137,15 +137,15 @@ async def delete_steps(
 
 
 def _retention_of(root: RunRoot, deletion: Deletion) -> Retention:
-    """Return what deletes steps of a root, and of its own accord none."""
-    return Retention(root.storage, root.index, PreserveAll(), deletion, (), time.time_ns)
+    """Return a retention that deletes only on request: its policy keeps all steps."""
+    return Retention(root.storage, root.index, All(), deletion, (), time.time_ns)
 
 
-async def _deletable(place: StepPlace) -> int | None:
-    """Return the bytes of a step that can be deleted; None if they are not known.
+async def _deletable(place: StepPath) -> int | None:
+    """Return the bytes of a step that can be deleted; None if they are unknown.
 
     Raises:
-        CheckpointError: It cannot be deleted.
+        CheckpointError: The step cannot be deleted.
     """
     storage = place.root.storage
     try:
@@ -154,7 +154,7 @@ async def _deletable(place: StepPlace) -> int | None:
         opened = None
     if opened is not None and opened.manifest.step is None:
         raise _single(place.location)
-    # What is not there, or not a step, gets the error that the deletion would give.
+    # If there is no step, this raises the error that the deletion would raise.
     await _retention_of(place.root, Deletion()).refuse_missing(place.step)
     refuse_pinned(storage, place.step, (await pins(storage)).get(place.step, ()))
     if opened is None or opened.foreign is not None:
@@ -163,7 +163,7 @@ async def _deletable(place: StepPlace) -> int | None:
 
 
 async def _not_a_step(path: str) -> InvalidArgumentError:
-    found = await look_at(path)
+    found = await locate(path)
     if isinstance(found, Checkpoint):
         return _single(found.location)
     return InvalidArgumentError(
@@ -180,14 +180,14 @@ def _single(location: str) -> InvalidArgumentError:
 
 
 async def trashed_steps(path: str, trash: str | None) -> list[TrashedEntry]:
-    """Return what is in the trash of a root, by step and then by time.
+    """Return the steps in the trash of a root, by step and then by time of deletion.
 
     Raises:
         CheckpointError: The root cannot be read.
     """
     found = await (await trash_at(await open_as_root(path), trash)).steps()
     if not found:
-        # Nothing was deleted there, or it is no root at all.
+        # Nothing was deleted there, or the path is not a root at all, for which this raises.
         await root_at(path)
     now = time.time()
     return [
@@ -197,10 +197,10 @@ async def trashed_steps(path: str, trash: str | None) -> list[TrashedEntry]:
 
 
 async def undelete_step(path: str, step: int, trash: str | None) -> str:
-    """Take a step back from the trash, the save of it that was deleted last; return its path.
+    """Take a step back from the trash and return its path; takes the save that was deleted last.
 
     Raises:
-        StepNotFoundError: It is not in the trash.
+        StepNotFoundError: The step is not in the trash.
         StepExistsError: The step exists.
         StorageError: The storage cannot be read or written.
     """
@@ -215,7 +215,7 @@ async def trash_at(root: RunRoot, given: str | None) -> StepTrash:
     """Return the trash of a root.
 
     Raises:
-        CheckpointError: As `trash_of_run`.
+        CheckpointError: As in `trash_of_run`.
     """
     storage, trash = root.storage, await trash_of_run(root, given) or "trash"
     entries = await storage.trashed(trash)

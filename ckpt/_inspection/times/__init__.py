@@ -1,1 +1,1 @@
-"""How long saves took, and what they cost a run."""
+"""Durations of saves, and their costs for a run."""

@@ -1,4 +1,4 @@
-"""A run while it goes on: its new steps, and its attempts with the bytes that they have so far.
+"""A run in progress: its new steps, and its attempts with the bytes written so far.
 
 Nothing is written to the root, so nothing is pinned: a step may be deleted right after it was seen.
 """
@@ -14,18 +14,19 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from ckpt._format.history import left_behind
 from ckpt._format.metrics import flat_metrics
 from ckpt._inspection.json_values import finite
-from ckpt._inspection.places import RunRoot, open_as_root
+from ckpt._inspection.locations import RunRoot, open_as_root
 from ckpt._inspection.times.save_times import times_of
 from ckpt._runtime.threads import run_in_thread
-from ckpt._steps.index import IndexedStep, left_behind
+from ckpt._steps.index import IndexedStep
 from ckpt._steps.opened import open_step
 from ckpt.errors import CheckpointError, StepNotFoundError, StorageError
 from ckpt.storage._local.sweep import attempt_name
 from ckpt.storage._resolve import local_path
 
-# What stands between the name of a step and the id of its attempt.
+# Text between the name of a step and the id of its attempt.
 _MARK = attempt_name("", "")
 _ID_DIGITS = 32
 
@@ -35,13 +36,13 @@ class SeenStep(Struct, frozen=True, tag_field="event", tag="step"):
 
     Attributes:
         step: Its number.
-        committed: When (UTC), if that is known.
-        stored_bytes: Bytes of its files, of the manifest, too; None of what another library wrote.
+        committed: Time of its commit (UTC), if known.
+        stored_bytes: Bytes of its files, including the manifest; None if another library wrote it.
         rate: Bytes per second at which it was written.
         blocked: Seconds for which the save blocked.
         written: Seconds from the call of the save until all data was durable.
-        metrics: Metrics by name; those that are not finite are None.
-        overwritten: Whether it replaces a step of the same number.
+        metrics: Metrics by name; None for values that are not finite.
+        overwritten: True if it replaces a step of the same number.
     """
 
     step: int
@@ -55,15 +56,15 @@ class SeenStep(Struct, frozen=True, tag_field="event", tag="step"):
 
 
 class SeenAttempt(Struct, frozen=True, tag_field="event", tag="attempt"):
-    """A save under way, as it can be seen from outside.
+    """A save in progress, as seen from outside.
 
     Attributes:
         step: The step that it may become.
-        id: The random id of the attempt.
-        nbytes: Bytes of its files so far; a file counts as a whole once it has its space.
+        id: Random id of the attempt.
+        nbytes: Bytes of its files so far; a file counts as a whole once its space is allocated.
         expected_bytes: Bytes of the step before it, or None.
-        seconds: How long it has been seen.
-        still_seconds: How long it has not grown.
+        seconds: Time since it was first seen.
+        still_seconds: Time since it last grew.
     """
 
     step: int
@@ -75,19 +76,19 @@ class SeenAttempt(Struct, frozen=True, tag_field="event", tag="attempt"):
 
 
 class GoneAttempt(Struct, frozen=True, tag_field="event", tag="gone"):
-    """An attempt that is gone and has not become a step."""
+    """An attempt that disappeared without becoming a step."""
 
     step: int
     id: str
 
 
 class Look(Struct, frozen=True):
-    """What one look at a run has found.
+    """The news about a run from one look.
 
     Attributes:
         steps: New steps, ascending.
-        attempts: Saves under way.
-        gone: Attempts that have ended without a step.
+        attempts: Saves in progress.
+        gone: Attempts that ended without a step.
     """
 
     steps: Sequence[SeenStep] = ()
@@ -103,7 +104,7 @@ class _Growth(Struct):
 
 
 class FollowedRun:
-    """A run that is looked at again and again. Its coroutines run on one event loop."""
+    """A run that is looked at repeatedly. Its coroutines must run on one event loop."""
 
     def __init__(self, path: str) -> None:
         """Follow the run at a path or URL, whose root need not exist yet."""
@@ -116,21 +117,21 @@ class FollowedRun:
 
     @property
     def latest(self) -> int | None:
-        """The greatest step that was seen, but for those that the run went back behind, or None."""
+        """The greatest step that was seen, except those that the run went back behind, or None."""
         behind = left_behind(self._seen.values())
         branch = (step for step, each in self._seen.items() if each.created_ns not in behind)
         return max(branch, default=None)
 
     @property
     def count(self) -> int:
-        """How many steps were seen."""
+        """Number of steps that were seen."""
         return len(self._seen)
 
     async def begin(self, after: int | None) -> None:
-        """Take the steps that exist as seen, but those greater than `after`; None for all.
+        """Mark existing steps as seen: those up to `after`, or all if it is None.
 
         Raises:
-            CheckpointError: There cannot be a root.
+            CheckpointError: There cannot be a root at the path.
         """
         found = await self._index()
         self._seen = {step: each for step, each in found.items() if after is None or step <= after}
@@ -138,12 +139,13 @@ class FollowedRun:
             self._last_bytes = each.stored_bytes
 
     async def look(self) -> Look:
-        """Return what is new.
+        """Return the news since the last look.
 
         Raises:
             StorageError: The root cannot be read.
         """
-        # Attempts come first: one that becomes a step meanwhile is seen as both, not as lost.
+        # Attempts are listed first: one that becomes a step meanwhile is then seen as both, not as
+        # lost.
         attempts = await self._attempts()
         found = await self._index()
         steps = []
@@ -180,7 +182,7 @@ class FollowedRun:
 
     async def _index(self) -> dict[int, IndexedStep]:
         if self._root is None or not self._seen:
-            # How the steps are named shows only when there are some.
+            # The naming scheme of the steps shows only when there are some.
             try:
                 self._root = await open_as_root(self._path)
             except StepNotFoundError:
@@ -197,7 +199,7 @@ class FollowedRun:
         try:
             opened = await open_step(self._root.storage, each.step_dir, each.step)
         except CheckpointError:
-            # What is damaged or replaced just now is looked at again.
+            # A step that is damaged or replaced just now is looked at again next time.
             return None
         if opened is None:
             return None
@@ -214,7 +216,7 @@ class FollowedRun:
         )
 
     async def _attempts(self) -> dict[str, tuple[int, int]]:
-        """Return step and bytes of the attempts by id, where they can be seen: on a disk."""
+        """Return step and bytes of the attempts by id; only those on a disk can be seen."""
         if self._local is None or self._root is None:
             return {}
         found = {}
@@ -223,7 +225,7 @@ class FollowedRun:
             step = self._root.names.step(step_dir)
             if step is None:
                 continue
-            # It may be published, and so renamed, at any moment.
+            # The attempt may be published, and so renamed, at any moment.
             with contextlib.suppress(StorageError):
                 files = await self._root.storage.files(name)
                 found[token] = (step, sum(size or 0 for size in files.values()))
@@ -236,5 +238,5 @@ def _attempt_names(root: Path) -> list[str]:
             names = [each.name for each in entries if _MARK in each.name]
     except FileNotFoundError:
         return []
-    # Trash of an attempt has an ending.
+    # Names with more behind the id belong to trash of attempts.
     return [name for name in names if len(name.rpartition(_MARK)[2]) == _ID_DIGITS]

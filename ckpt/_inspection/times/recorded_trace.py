@@ -1,4 +1,4 @@
-"""The timeline of a file that `ckpt.observers.JsonLines` has written, with all phases."""
+"""The timeline from a file that `ckpt.observers.JsonLines` has written with all phases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt._events import Event, Outcome
 from ckpt.errors import InvalidArgumentError, StorageError
 from ckpt.observers._tracing.timeline import END, Span, Timeline
 
-# A line whose clock differs by more from that of the lines before it is of another process or boot.
+# A line whose clock is off by more than this belongs to another process or another boot.
 _SAME_CLOCK_NS = 1_000_000_000
 
 
@@ -39,11 +39,11 @@ class _Line(Struct, frozen=True):
 
 
 class RecordedTrace(Struct, frozen=True):
-    """What a file holds.
+    """The contents of a trace file.
 
     Attributes:
         timeline: Its events and spans; their times count from 1970.
-        unreadable: How many lines of it are none of an observer, such as one that was cut.
+        unreadable: Number of lines that are not an observer's, such as a truncated one.
     """
 
     timeline: Timeline
@@ -51,11 +51,11 @@ class RecordedTrace(Struct, frozen=True):
 
 
 def read_trace(path: str | os.PathLike[str]) -> RecordedTrace:
-    """Return the timeline that a file holds.
+    """Return the timeline of a file.
 
     Raises:
         StorageError: The file cannot be read.
-        InvalidArgumentError: No line of it is of an observer, or it was written without phases.
+        InvalidArgumentError: No line is an observer's, or the file was written without phases.
     """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -79,7 +79,7 @@ def read_trace(path: str | os.PathLike[str]) -> RecordedTrace:
 
 
 def parse_trace(lines: Iterable[str]) -> RecordedTrace:
-    """Return the timeline that lines hold."""
+    """Return the timeline of some lines."""
     events: list[Event] = []
     spans: list[Span] = []
     unreadable = 0
@@ -91,7 +91,7 @@ def parse_trace(lines: Iterable[str]) -> RecordedTrace:
             continue
         ended = round(line.time * 1e9)
         if line.clock_ns is not None:
-            # The same offset for all lines, so that they keep their order.
+            # All lines of a process get the same offset, so that they keep their order.
             own = ended - line.clock_ns
             offset = own if offset is None or abs(own - offset) > _SAME_CLOCK_NS else offset
             ended = line.clock_ns + offset
@@ -118,11 +118,11 @@ def parse_trace(lines: Iterable[str]) -> RecordedTrace:
 
 def _parsed(text: str) -> _Line | None:
     try:
-        # msgspec refuses texts with half a surrogate pair, which paths may have.
+        # msgspec refuses texts with half a surrogate pair, which paths may contain.
         line = msgspec.convert(json.loads(text), _Line)
     except (ValueError, RecursionError, msgspec.ValidationError):
         return None
     is_whole = line.span is not None or (line.operation and line.phase)
-    # Before 1970 and after 2200 there are no events.
+    # Times before 1970 or after 2200 are errors.
     times = math.isfinite(line.time) and 0 <= line.time < 1 << 33 and 0 <= line.seconds < 1 << 33
     return line if is_whole and times and line.nbytes >= 0 else None

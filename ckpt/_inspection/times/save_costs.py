@@ -1,23 +1,24 @@
-"""What saving costs a run, where it was interrupted, and how often it should save. Pure.
+"""Costs of saving for a run, its interruptions, and the best interval between saves. Pure.
 
-Nothing but the manifests is known: the number of each step, when its save began and was committed,
-and how long it blocked. From these everything else is estimated:
+The input is from manifests only: the number of each step, the times at which its save began and was
+committed, and how long it blocked. Everything else is estimated from these:
 
 - *Usual time of a step*: the median over neighbouring saves of the time from one to the next,
-  divided by the steps between them. Deleted steps in between do not matter, since the numbers
+  divided by the steps between them. Deleted steps in between do not matter, since step numbers
   stay.
-- *Interruption*: the time from one save to the next is more than `FACTOR` times what those steps
-  usually take, and differs from it by more than `SPREADS` times what is usual. An interruption that
-  cost less cannot be told from slow steps; a pause, such as a long evaluation, looks like one.
-- *Lost seconds*: that time beyond the usual. It is the work that was done again, and the time until
-  the run was back. How much of it was which is not known, so *lost steps* is a bound: as many as
-  fit, but no more than lie between both saves, since the run goes on from the first of them.
+- *Interruption*: the time from one save to the next is more than `FACTOR` times the usual time of
+  those steps, and differs from it by more than `SPREADS` times the usual deviation. A shorter
+  interruption cannot be told from slow steps; a pause, such as a long evaluation, looks like one.
+- *Lost seconds*: the part of that time beyond the usual. It consists of the work that was done
+  again and the time until the run was back. The share of each is unknown, so *lost steps* is a
+  bound: as many as fit, but no more than lie between both saves, since the run goes on from the
+  first one.
 - *Mean time between failures* (M): the time of the run without the lost seconds, over the number of
   interruptions, unless it is given.
 - *Cost of a save* (C): the median time that a save blocked.
 - *Interval*: that of Young, sqrt(2 C M) (J. W. Young, "A first order approximation to the optimum
-  checkpoint interval", Communications of the ACM 17(9), 1974), and that of Daly, which is closer
-  where C is not much smaller than M (J. T. Daly, "A higher order estimate of the optimum checkpoint
+  checkpoint interval", Communications of the ACM 17(9), 1974), and that of Daly, which is closer if
+  C is not much smaller than M (J. T. Daly, "A higher order estimate of the optimum checkpoint
   interval for restart dumps", Future Generation Computer Systems 22(3), 2006, equation 37).
 """
 
@@ -42,10 +43,10 @@ class SavePoint(Struct, frozen=True):
 
     Attributes:
         step: Its number.
-        began: When it began, in seconds.
-        committed: When it was committed.
-        blocked: How long it blocked, if that is known.
-        written: How long it took from the call until all data was durable, if that is known.
+        began: Time at which it began, in seconds.
+        committed: Time of its commit, in seconds.
+        blocked: Seconds for which it blocked, if known.
+        written: Seconds from the call until all data was durable, if known.
     """
 
     step: int
@@ -56,14 +57,14 @@ class SavePoint(Struct, frozen=True):
 
 
 class Interruption(Struct, frozen=True):
-    """A gap between two saves that shows that the run was interrupted; an estimate.
+    """A gap between two saves that indicates an interruption of the run; an estimate.
 
     Attributes:
         after_step: The save before it.
         before_step: The save after it.
-        seconds: The time between both.
-        lost_seconds: How much of it is beyond what the steps between both usually take.
-        most_lost_steps: The most steps that were computed again.
+        seconds: Time between both saves.
+        lost_seconds: Part of that time beyond the usual time of the steps between both.
+        most_lost_steps: Upper bound of the steps that were computed again.
     """
 
     after_step: int
@@ -74,16 +75,17 @@ class Interruption(Struct, frozen=True):
 
 
 class Suggestion(Struct, frozen=True):
-    """How often to save.
+    """A suggested interval between saves.
 
     Attributes:
         young_seconds: The interval of Young.
         daly_seconds: The interval of Daly.
-        seconds: The one to use: that of Daly, but no shorter than a save takes until it is durable.
-        steps: As many steps take so long; None if the usual time of a step is not known.
-        loss_now: The share of the time that saving and failures are expected to take at the
-            interval of now, to first order: C / interval + interval / (2 M).
-        loss_then: The same at the suggested interval.
+        seconds: The suggested interval: that of Daly, but no shorter than the time until a save is
+            durable.
+        steps: Number of steps in that interval; None if the usual time of a step is unknown.
+        loss_now: Expected share of time spent on saving and failures at the current interval, to
+            first order: C / interval + interval / (2 M).
+        loss_then: The same share at the suggested interval.
     """
 
     young_seconds: float
@@ -95,23 +97,23 @@ class Suggestion(Struct, frozen=True):
 
 
 class SaveCosts(Struct, frozen=True):
-    """What saving costs a run.
+    """The costs of saving for a run.
 
     Attributes:
-        saves: How many saves are known.
+        saves: Number of known saves.
         first_step: The first of them.
         last_step: The last of them.
-        seconds: From the beginning of the first to the commit of the last.
-        blocked_seconds: How long they blocked in all.
-        blocked_share: The share of the time.
-        save_seconds: The median time that one blocked (C); None if none of them tells.
-        step_seconds: The usual time of a step.
-        interval_seconds: The median time from save to save, interruptions left out.
-        interruptions: Where the run was interrupted.
-        lost_seconds: What they cost in all.
-        mtbf_seconds: The mean time between failures; None if none was seen or given.
-        mtbf_given: Whether it was given.
-        suggestion: How often to save; None if C or M is not known.
+        seconds: Time from the beginning of the first save to the commit of the last.
+        blocked_seconds: Sum of the times for which saves blocked.
+        blocked_share: That sum as a share of `seconds`.
+        save_seconds: Median time for which a save blocked (C); None if unknown for all saves.
+        step_seconds: Usual time of a step.
+        interval_seconds: Median time from save to save, without interruptions.
+        interruptions: The interruptions of the run.
+        lost_seconds: Sum of their lost seconds.
+        mtbf_seconds: Mean time between failures; None if none was seen or given.
+        mtbf_given: True if the mean time between failures was given.
+        suggestion: Suggested interval between saves; None if C or M is unknown.
     """
 
     saves: int
@@ -131,7 +133,7 @@ class SaveCosts(Struct, frozen=True):
 
 
 def save_costs(saves: Sequence[SavePoint], mtbf: float | None = None) -> SaveCosts:
-    """Return what saving costs a run.
+    """Return the costs of saving for a run.
 
     Args:
         saves: Its saves, in any order.
@@ -141,7 +143,7 @@ def save_costs(saves: Sequence[SavePoint], mtbf: float | None = None) -> SaveCos
     gaps = [
         (before, after, after.began - before.began)
         for before, after in itertools.pairwise(saves)
-        # Otherwise the older step was saved anew, later: the run went back.
+        # Otherwise the older step was saved again later: the run went back.
         if after.began > before.began and after.step > before.step
     ]
     usual, spread = _usual([gap / (after.step - before.step) for before, after, gap in gaps])
@@ -179,12 +181,12 @@ def save_costs(saves: Sequence[SavePoint], mtbf: float | None = None) -> SaveCos
 
 
 def young(cost: float, mtbf: float) -> float:
-    """Return the interval between saves that loses least, to first order."""
+    """Return the interval between saves that loses least time, to first order."""
     return math.sqrt(2 * cost * mtbf)
 
 
 def daly(cost: float, mtbf: float) -> float:
-    """Return the time of work between saves that loses least, to higher order."""
+    """Return the time of work between saves that loses least time, to higher order."""
     if cost >= 2 * mtbf:
         return mtbf
     ratio = math.sqrt(cost / (2 * mtbf))
@@ -192,12 +194,12 @@ def daly(cost: float, mtbf: float) -> float:
 
 
 def expected_loss(interval: float, cost: float, mtbf: float) -> float:
-    """Return the share of the time that saves and failures take, to first order."""
+    """Return the share of time spent on saves and failures, to first order."""
     return cost / interval + interval / (2 * mtbf)
 
 
 def _usual(seconds: Sequence[float]) -> tuple[float | None, float]:
-    """Return the usual time of a step, and by how much it usually differs."""
+    """Return the usual time of a step and its usual deviation."""
     if not seconds:
         return None, 0.0
     usual = statistics.median(seconds)
@@ -227,7 +229,7 @@ def _suggestion(
     if not cost or not mtbf:
         return None
     found = daly(cost, mtbf)
-    # One save writes at a time, so a shorter interval only makes saves wait.
+    # Only one save writes at a time, so a shorter interval would only make saves wait.
     seconds = max(found, durable)
     return Suggestion(
         young_seconds=young(cost, mtbf),

@@ -1,34 +1,34 @@
-"""Where the time of the saves of a run went, from what their manifests tell."""
+"""Durations of the saves of a run by phase, from their manifests."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from msgspec import Struct
 
 from ckpt._inspection.json_values import time_of
-from ckpt._inspection.places import RunRoot
+from ckpt._inspection.locations import RunRoot
 from ckpt._steps.opened import OpenedStep, open_step
 from ckpt.errors import CheckpointError
 
-# Fewer steps tell no trend.
+# Fewer steps show no trend.
 _LEAST_FOR_TREND = 6
 
 
 class StepTimes(Struct, frozen=True):
-    """The times of one save, in seconds; None where they are not known.
+    """The times of one save, in seconds; None if unknown.
 
     Attributes:
         step: Its number; None for a one-shot checkpoint.
-        created: When its attempt began (UTC), after it had waited for earlier saves.
-        committed: When it was committed (UTC).
-        stored_bytes: Bytes of its files, of the manifest, too; None of what another library wrote.
-        blocked: From the call of `save` until it could return.
-        waited: Waiting for earlier saves.
-        staged: From the call until everything was in host memory.
-        written: From the call until all data was durable.
+        created: Time at which its attempt began (UTC), after waiting for earlier saves.
+        committed: Time of its commit (UTC).
+        stored_bytes: Bytes of its files, including the manifest; None if another library wrote it.
+        blocked: Time from the call of `save` until it could return.
+        waited: Time of waiting for earlier saves.
+        staged: Time from the call until everything was in host memory.
+        written: Time from the call until all data was durable.
         rate: Stored bytes per second from the call until all data was durable, without the waiting.
     """
 
@@ -44,15 +44,15 @@ class StepTimes(Struct, frozen=True):
 
 
 class TimesSummary(Struct, frozen=True):
-    """One figure over the steps of a run.
+    """One time of `StepTimes` over the steps of a run.
 
     Attributes:
-        name: Which figure of `StepTimes`.
+        name: Name of the attribute of `StepTimes`.
         median: Its median.
-        worst: The greatest one; of rates the least.
-        worst_step: The step that has it.
-        change: By how much the median of the later half of the steps is above that of the earlier
-            half: 0.1 for 10%. None for few steps.
+        worst: The greatest value; for a rate, the least.
+        worst_step: The step with the worst value.
+        change: Relative change of the median from the earlier to the later half of the steps: 0.1
+            for 10% more. None for few steps.
     """
 
     name: str
@@ -66,9 +66,9 @@ class SaveStatisticsReport(Struct, frozen=True):
     """The times of the steps of a root, or of one checkpoint.
 
     Attributes:
-        path: Where it is.
-        steps: Its steps, ascending.
-        summary: Figures over them.
+        path: Path of the root or checkpoint.
+        steps: Times of its steps, ascending.
+        summary: Summaries over the steps.
         unreadable: Steps that cannot be read.
     """
 
@@ -86,10 +86,10 @@ async def times_of_root(root: RunRoot, last: int | None = None) -> SaveStatistic
 
     Args:
         root: The root.
-        last: Only so many of the latest steps; None for all.
+        last: Number of the latest steps to read; None for all.
 
     Raises:
-        StorageError: It cannot be read.
+        StorageError: The root cannot be read.
     """
     found = list((await root.index.refresh()).values())
     times, unreadable = [], []
@@ -99,7 +99,7 @@ async def times_of_root(root: RunRoot, last: int | None = None) -> SaveStatistic
         except CheckpointError:
             unreadable.append(each.step)
             continue
-        # Otherwise it was deleted meanwhile.
+        # Otherwise the step was deleted meanwhile.
         if opened is not None:
             times.append(times_of(opened))
     return SaveStatisticsReport(root.location, times, summaries(times), unreadable)
@@ -127,7 +127,7 @@ def times_of(opened: OpenedStep) -> StepTimes:
 
 
 def summaries(steps: Sequence[StepTimes]) -> list[TimesSummary]:
-    """Return the figures that at least one step has, over all steps."""
+    """Return summaries of the times that at least one step has."""
     found = []
     for name in NAMES:
         known = [(value, each.step) for each in steps if (value := getattr(each, name)) is not None]
@@ -146,8 +146,3 @@ def _change(values: Sequence[float]) -> float | None:
     half = len(values) // 2
     earlier, later = (statistics.median(part) for part in (values[:half], values[-half:]))
     return later / earlier - 1 if earlier else None
-
-
-def known_saves(steps: Iterable[StepTimes]) -> list[StepTimes]:
-    """Return the steps of which number and beginning are known."""
-    return [each for each in steps if each.step is not None and each.created is not None]

@@ -1,1 +1,1 @@
-"""Values of stored arrays, read in bounded pieces: what they are, and how two of them differ."""
+"""Values of stored arrays, read in bounded pieces: their figures, and their differences."""

@@ -1,4 +1,4 @@
-"""How much two arrays of one dtype differ, seen piece by piece. Pure."""
+"""Differences between two arrays of one dtype, computed piece by piece. Pure."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ Array = np.ndarray[Any, Any]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Naturals = np.ndarray[Any, np.dtype[np.uint64]]
 
-# Elements that are compared together; they stay in the cache of a core.
+# Number of elements that are compared together; they stay in the cache of a core.
 _SLICE = 1 << 16
 
 
 class ArrayChange(Struct, frozen=True):
-    """How much two arrays differ.
+    """The differences between two arrays.
 
-    Two NaN are equal, and so are 0.0 and -0.0; `bits` counts elements that differ in this way only.
+    Two NaN are equal, and so are 0.0 and -0.0; `bits` counts elements that differ only in this way.
 
     Attributes:
-        size: Elements of each.
-        different: How many elements differ.
-        bits: How many are equal, and stored with other bits.
-        nan: How many are NaN in one of the arrays alone.
-        inf: How many others are infinite in one of them, or in both with other signs.
-        max: The greatest absolute difference of elements that are finite in both; None without any,
-            and of PRNG keys.
+        size: Number of elements of each array.
+        different: Number of elements that differ.
+        bits: Number of equal elements that are stored with other bits.
+        nan: Number of elements that are NaN in only one of the arrays.
+        inf: Number of other elements that are infinite in one array, or in both with other signs.
+        max: The greatest absolute difference of elements that are finite in both; None if there are
+            none, and for PRNG keys.
         mean: The mean absolute difference of these elements.
-        ulps: The greatest difference of such elements of a floating dtype in units in the last
-            place: how many numbers of the dtype one steps over. None for other dtypes.
+        ulps: The greatest difference of these elements in units in the last place, for floating
+            dtypes: the number of steps from one number of the dtype to the next. None for other
+            dtypes.
     """
 
     size: int
@@ -45,10 +46,10 @@ class ArrayChange(Struct, frozen=True):
 
 
 class RunningChanges:
-    """Takes the pieces of two arrays in any order."""
+    """Accumulates the differences between two arrays, from pieces in any order."""
 
     def __init__(self, dtype: np.dtype[Any], *, is_key: bool = False) -> None:
-        """Begin without elements of `dtype`; differences of PRNG keys have no size."""
+        """Begin without elements of `dtype`; for PRNG keys, no sizes of differences are given."""
         self._is_whole = dtype.kind in "biu" or "int" in dtype.name
         self._is_key = is_key
         self._size = self._different = self._bits = self._nan = self._inf = 0
@@ -58,8 +59,8 @@ class RunningChanges:
         self._sum = np.longdouble(0)
 
     def add(self, one: Array, other: Array) -> None:
-        """Take a piece of each."""
-        # In memory one after the other, so that their bits can be seen.
+        """Add a piece of each array."""
+        # Contiguous in memory, so that their bits can be viewed.
         first, second = (np.ascontiguousarray(each).reshape(-1) for each in (one, other))
         for start in range(0, len(first), _SLICE):
             self._add(first[start : start + _SLICE], second[start : start + _SLICE])
@@ -72,7 +73,7 @@ class RunningChanges:
             self._count += len(one)
             self._max = self._max or 0
             if not self._is_whole:
-                # Equal NaN and infinities have no difference; of the others it is 0.
+                # Equal NaN and infinities have no difference; for other numbers it is 0.
                 self._ulps = self._ulps or 0
                 self._count -= int((~np.isfinite(_wide(one))).sum())
             return
@@ -101,7 +102,7 @@ class RunningChanges:
         self._sum += sizes.astype(np.float64, copy=False).sum(dtype=np.longdouble)
 
     def result(self) -> ArrayChange:
-        """Return how much the pieces so far differ."""
+        """Return the differences between the pieces so far."""
         mean = float(self._sum / self._count) if self._count else None
         has_sizes = self._count > 0 and not self._is_key
         return ArrayChange(
@@ -121,14 +122,14 @@ def _bytes_of(array: Array) -> Array:
 
 
 def _wide(array: Array) -> Array:
-    """Return numbers in float64 or complex128, which hold all of them."""
-    # numpy warns of NaN that signal.
+    """Return numbers in float64 or complex128, which represent all of them exactly."""
+    # numpy warns about signalling NaN.
     with np.errstate(invalid="ignore"):
         return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
 def _naturals(array: Array) -> Naturals:
-    """Return whole numbers with 2**63 added to those that have a sign, which keeps their order."""
+    """Return integers as uint64, with 2**63 added to signed ones, which keeps their order."""
     if array.dtype.kind in "bu" or "uint" in array.dtype.name:
         return array.astype(np.uint64)
     return array.astype(np.int64).view(np.uint64) ^ np.uint64(1 << 63)
@@ -139,7 +140,7 @@ def _distances(one: Naturals, other: Naturals) -> Naturals:
 
 
 def _ulps(one: Array, other: Array) -> Naturals:
-    """Return how many numbers of their dtype lie between finite floats, one of the ends counted."""
+    """Return the number of steps from float to next float that lie between two finite floats."""
     if one.dtype.kind == "c":
         parts = np.dtype(f"f{one.dtype.itemsize // 2}")
         one, other = one.view(parts), other.view(parts)
@@ -147,11 +148,11 @@ def _ulps(one: Array, other: Array) -> Naturals:
 
 
 def _ranks(array: Array) -> Naturals:
-    """Return the place of every number among all of its dtype; 0.0 and -0.0 have the same."""
+    """Return the rank of every number among all numbers of its dtype; 0.0 and -0.0 share one."""
     size = array.dtype.itemsize
     bits = array.view(f"u{size}").astype(np.uint64)
     name = array.dtype.name
-    # These two have fewer bits than their bytes, and no sign.
+    # float4_e2m1fn has fewer bits than its byte, and float8_e8m0fnu has no sign.
     width = 4 if name == "float4_e2m1fn" else 8 * size
     if name == "float8_e8m0fnu":
         return bits

@@ -1,4 +1,4 @@
-"""Leaf indexes: the part of an array that `kernel[3:5, 0]` names, cut into pieces of chunks.
+"""Leaf indexes: the part of an array that `kernel[3:5, 0]` names, in pieces of whole chunks.
 
 Pure, without jax.
 """
@@ -21,11 +21,11 @@ Shape = tuple[int, ...]
 
 
 class LeafIndex(Struct, frozen=True):
-    """A part of an array.
+    """An indexed part of an array.
 
     Attributes:
-        axes: For every axis the indices that are taken, in their order.
-        kept: The axes that the part has; the others were indexed with an integer.
+        axes: For every axis, the indexes that are taken, in their order.
+        kept: The axes of the part; the others were indexed with an integer.
     """
 
     axes: tuple[range, ...]
@@ -33,22 +33,22 @@ class LeafIndex(Struct, frozen=True):
 
     @property
     def shape(self) -> Shape:
-        """The shape of the part."""
+        """Shape of the part."""
         return tuple(len(self.axes[axis]) for axis in self.kept)
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """Number of elements of the part."""
         return math.prod(len(axis) for axis in self.axes)
 
 
-class ArrayPiece(Struct, frozen=True):
-    """A box of an array that is read at once, and what is taken of it.
+class ArrayBox(Struct, frozen=True):
+    """A box of an array that is read at once, with the elements to take from it.
 
     Attributes:
         offset: Its first corner.
         shape: Its shape.
-        within: The elements of it that are taken.
+        within: The elements to take from it.
     """
 
     offset: Shape
@@ -57,7 +57,7 @@ class ArrayPiece(Struct, frozen=True):
 
 
 def split_index(text: str) -> tuple[str, str | None]:
-    """Return the leaf path of a text such as `params.w[0]`, and what is in its brackets, if any."""
+    """Return the leaf path of a text such as `params.w[0]`, and its text in brackets or None."""
     found = _INDEXED.match(text)
     return (found["path"], found["index"]) if found else (text, None)
 
@@ -68,11 +68,11 @@ def whole_index(shape: Sequence[int]) -> LeafIndex:
 
 
 def parse_index(text: str, shape: Sequence[int]) -> LeafIndex:
-    """Return the part of an array that a text such as `3:5, 0` names, as numpy takes it.
+    """Return the part of an array that a text such as `3:5, 0` names by the rules of numpy.
 
     Raises:
-        InvalidArgumentError: It has other things than integers, slices and `...`, too many of them,
-            or leads out of the array.
+        InvalidArgumentError: The text has other parts than integers, slices and `...`, or too many
+            of them, or leads out of the array.
     """
     texts = [each.strip() for each in text.split(",")]
     if len(texts) > 1 and not texts[-1]:
@@ -126,8 +126,8 @@ def _not_understood(part: str) -> InvalidArgumentError:
 
 def pieces_of(
     index: LeafIndex, chunk: Sequence[int], itemsize: int, most_bytes: int
-) -> Iterator[ArrayPiece]:
-    """Yield the pieces in which a part is read: whole chunks, so that each is read once.
+) -> Iterator[ArrayBox]:
+    """Yield the pieces in which a part is read. Pieces are whole chunks, so that each is read once.
 
     A piece has at most `most_bytes`, unless a single chunk has more. Chunks without an element of
     the part are left out.
@@ -136,7 +136,7 @@ def pieces_of(
         return
     ascending = [axis if axis.step > 0 else axis[::-1] for axis in index.axes]
     bounds = [(axis[0], axis[-1] + 1) for axis in ascending]
-    # The last axes first: neighbours in memory are neighbours in the files.
+    # Pieces grow along the last axes first: neighbours in memory are neighbours in the files.
     nbytes = itemsize * math.prod(
         min(length, high - low) for length, (low, high) in zip(chunk, bounds, strict=True)
     )
@@ -148,16 +148,16 @@ def pieces_of(
         boxes.append(list(_boxes(axis, low, high, length * together, low // length * length)))
     for box in itertools.product(*reversed(boxes)):
         starts, lengths, within = zip(*box, strict=True) if box else ((), (), ())
-        yield ArrayPiece(starts, lengths, within)
+        yield ArrayBox(starts, lengths, within)
 
 
 def _boxes(
     axis: range, low: int, high: int, step: int, first: int
 ) -> Iterator[tuple[int, int, slice]]:
-    """Yield start and length of every box along an axis, and what is taken of it."""
+    """Yield the start and length of every box along an axis, and the slice to take from it."""
     for cell in range(first, high, step):
         start, end = max(cell, low), min(cell + step, high)
-        # The first index that is not before the box.
+        # Position of the first index that is not before the box.
         number = -(-(start - axis.start) // axis.step)
         if number < len(axis) and axis[number] < end:
             taken = slice(axis[number] - start, None, axis.step)

@@ -1,4 +1,4 @@
-"""How much the arrays of two checkpoints differ: both are read, piece by piece."""
+"""Differences between the arrays of two checkpoints, which are both read piece by piece."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from ckpt._inspection.differences import CheckpointDifferences, ComparedArray, PairedArray, compare
-from ckpt._inspection.places import Checkpoint
+from ckpt._inspection.locations import Checkpoint
 from ckpt._inspection.values.array_changes import ArrayChange, RunningChanges
 from ckpt._inspection.values.leaf_index import pieces_of, whole_index
-from ckpt._inspection.values.stored_arrays import PIECE_BYTES, StoredArrays, WantedPiece, batched
+from ckpt._inspection.values.piece_reader import PIECE_BYTES, PieceReader, WantedPiece, batched
 from ckpt.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _is_change(compared: ComparedArray) -> bool:
 
 
 def _weight(compared: ComparedArray) -> tuple[bool, float, int]:
-    """Return what the largest changes have most of: first of all numbers that are none any more."""
+    """Return the sort key of a change: numbers that are not finite in one array count most."""
     change = compared.change
     assert change is not None
     return change.nan + change.inf > 0, float(change.max or 0), change.different
@@ -69,11 +69,11 @@ def _weight(compared: ComparedArray) -> tuple[bool, float, int]:
 async def _changes(
     before: Checkpoint, after: Checkpoint, item: str, pairs: list[PairedArray]
 ) -> list[ArrayChange]:
-    """Return how much arrays of an item differ, in their order."""
+    """Return the differences between arrays of an item, in the order of `pairs`."""
     from ckpt._format.dtypes import parse_dtype
     from ckpt._runtime.threads import run_in_thread
 
-    first, second = StoredArrays(before, item), StoredArrays(after, item)
+    first, second = PieceReader(before, item), PieceReader(after, item)
     numbers = {pair.numbers[0]: pair for pair in pairs}
     running = {}
     wanted = []
@@ -93,17 +93,17 @@ async def _changes(
 
     for batch in batched(wanted):
         others = [replace(each, leaf=numbers[each.leaf].numbers[1]) for each in batch]
-        with _named(before):
+        with _naming_checkpoint(before):
             one = await first.read(batch)
-        with _named(after):
+        with _naming_checkpoint(after):
             other = await second.read(others)
         await run_in_thread(take, batch, one, other)
     return [running[number].result() for number in numbers]
 
 
 @contextlib.contextmanager
-def _named(checkpoint: Checkpoint) -> Iterator[None]:
-    """Say in which of both checkpoints there is damage."""
+def _naming_checkpoint(checkpoint: Checkpoint) -> Iterator[None]:
+    """Name the damaged one of both checkpoints in errors."""
     try:
         yield
     except CorruptCheckpointError as error:

@@ -1,4 +1,4 @@
-"""One leaf of a checkpoint: what it is, its values, and figures of them."""
+"""One leaf of a checkpoint with its values and statistics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from ckpt._inspection.leaf_records import LeafRecord, leaf_records
-from ckpt._inspection.places import Checkpoint
+from ckpt._inspection.locations import Checkpoint
 from ckpt._inspection.values.leaf_index import (
     LeafIndex,
     parse_index,
@@ -16,8 +16,8 @@ from ckpt._inspection.values.leaf_index import (
     split_index,
     whole_index,
 )
+from ckpt._inspection.values.piece_reader import PIECE_BYTES, PieceReader, WantedPiece
 from ckpt._inspection.values.statistics import ArrayStatistics, RunningStatistics
-from ckpt._inspection.values.stored_arrays import PIECE_BYTES, StoredArrays, WantedPiece
 from ckpt._tree.leaf_names import escape_slashes
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import InvalidArgumentError
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-# As many elements numpy prints in full, and of longer axes that many at both ends.
+# numpy prints so many elements in full, and so many at both ends of longer axes.
 _MOST_PRINTED, _EDGE = 1000, 3
-# Of arrays of more axes the corners alone are many elements.
+# Python refuses to print integers of more bits in decimal by default.
 _MOST_BITS = 14_000
+# With more axes, the corners alone would be many elements.
 _MOST_EDGE_AXES = 5
 
 
@@ -38,15 +39,15 @@ class ShownLeaf(Struct, frozen=True):
     """A leaf, or a part of one.
 
     Attributes:
-        path: Where the checkpoint is.
+        path: Path of the checkpoint.
         step: Its number, or None.
-        leaf: What the leaf is.
-        index: The part of it that was asked for, or None for all of it.
-        shape: The shape of that part; of PRNG keys with the axis of their data.
-        values: Its elements in nested lists, if they are at most 1,000; else None. What JSON has no
-            numbers for (NaN, infinities, complex numbers) is text. The value of a leaf that is no
-            array.
-        statistics: Figures of an array of numbers with at least one element; else None.
+        leaf: Record of the leaf.
+        index: The requested part, or None for the whole leaf.
+        shape: Shape of that part; for PRNG keys, with the axis of their data.
+        values: Its elements in nested lists, if there are at most 1,000; else None. Values that
+            JSON has no numbers for (NaN, infinities, complex numbers) are text. For a leaf that is
+            not an array, its value.
+        statistics: Statistics of an array of numbers with at least one element; else None.
     """
 
     path: str
@@ -59,12 +60,12 @@ class ShownLeaf(Struct, frozen=True):
 
 
 class PrintedArray(Struct, frozen=True):
-    """An array for people: its elements, or those at its edges where there are many.
+    """An array for people: its elements, or only those at its edges if there are many.
 
     Attributes:
-        elements: The elements; of a cut axis the first three, one that stands for what is left
-            out, and the last three.
-        is_cut: Whether some are left out.
+        elements: The elements; for a cut axis the first three, a placeholder for those left out,
+            and the last three.
+        is_cut: True if elements are left out.
     """
 
     elements: Array
@@ -72,14 +73,14 @@ class PrintedArray(Struct, frozen=True):
 
 
 async def show_leaf(checkpoint: Checkpoint, text: str) -> tuple[ShownLeaf, PrintedArray | None]:
-    """Return a leaf with its values and figures; of an array also what is printed of it.
+    """Return a leaf with its values and statistics; for an array, also the elements to print.
 
-    An array is read once, in pieces of 32 MiB, or of one chunk where that is larger.
+    An array is read once, in pieces of 32 MiB, or of one chunk if that is larger.
 
     Args:
         checkpoint: The checkpoint.
-        text: A leaf path, with an index in brackets or without one, and with the name of its item
-            and a colon before it where several items have such a leaf.
+        text: A leaf path, with or without an index in brackets. If several items have such a leaf,
+            the name of its item and a colon come first.
 
     Raises:
         InvalidArgumentError: There is no such leaf, or it has no such part.
@@ -103,7 +104,7 @@ async def show_leaf(checkpoint: Checkpoint, text: str) -> tuple[ShownLeaf, Print
             .shape[-1]
         )
         part = LeafIndex((*part.axes, range(data)), (*part.kept, len(part.axes)))
-    printed, statistics = await _read(StoredArrays(checkpoint, item), number, record, part)
+    printed, statistics = await _read(PieceReader(checkpoint, item), number, record, part)
     values = None if printed.is_cut else _json(printed.elements)
     shown = ShownLeaf(
         checkpoint.location, manifest.step, record, index, part.shape, values, statistics
@@ -112,14 +113,14 @@ async def show_leaf(checkpoint: Checkpoint, text: str) -> tuple[ShownLeaf, Print
 
 
 def _find(checkpoint: Checkpoint, text: str) -> tuple[str, int, LeafRecord, str | None]:
-    """Return the item, the number and the record of a leaf, and the index that was asked for."""
+    """Return the item, the number and the record of a leaf, and the requested index."""
     manifest = checkpoint.opened.manifest
     records: dict[str, list[LeafRecord]] = {name: [] for name in manifest.items}
     unnamed = next(iter(records)) if manifest.unnamed else ""
     for record in leaf_records(manifest):
         records[record.item or unnamed].append(record)
     path, index = split_index(text)
-    # A key may have brackets.
+    # A key may have brackets, so the whole text is tried as a path first.
     for wanted, part in ((text, None), (path, index)):
         found = [
             (item, number, each, part)
@@ -158,13 +159,13 @@ def _value(checkpoint: Checkpoint, item: str, number: int) -> Any:
     if isinstance(value, float) and math.isfinite(value):
         return value
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        # Python refuses to write thousands of digits.
+        # Python refuses to print thousands of decimal digits.
         return hex(value)
     return str(value)
 
 
 async def _read(
-    arrays: StoredArrays, number: int, record: LeafRecord, part: LeafIndex
+    arrays: PieceReader, number: int, record: LeafRecord, part: LeafIndex
 ) -> tuple[PrintedArray, ArrayStatistics | None]:
     import numpy as np
 
@@ -197,16 +198,16 @@ async def _read(
 
 
 def _edges(axis: range, part: LeafIndex, record: LeafRecord) -> list[int]:
-    """Return the indices of an axis that are printed."""
+    """Return the indexes of an axis that are printed."""
     edge = _EDGE if len(part.kept) <= _MOST_EDGE_AXES else 1
     if part.size <= _MOST_PRINTED or len(axis) <= 2 * edge:
         return list(axis)
-    # The one between both ends stands for those that are left out.
+    # The index between both ends is the placeholder for those left out.
     return [*axis[: edge + 1], *axis[-edge:]]
 
 
 def _take_edges(elements: Array, edges: list[list[int]], wanted: WantedPiece, array: Array) -> None:
-    """Copy what is printed of a piece."""
+    """Copy the elements of a piece that are printed."""
     import numpy as np
 
     piece = wanted.piece
@@ -226,7 +227,6 @@ def _take_edges(elements: Array, edges: list[list[int]], wanted: WantedPiece, ar
 
 
 def _json(array: Array) -> Any:
-    """Return an array as JSON can have it."""
     import numpy as np
 
     kind = array.dtype.kind

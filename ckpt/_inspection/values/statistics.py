@@ -1,6 +1,6 @@
-"""Statistics of arrays that are seen piece by piece: one pass, and little memory.
+"""Statistics of arrays, computed piece by piece in one pass with little memory.
 
-Pure. Everything is of the finite elements; of complex numbers it is of their absolute values.
+Pure. All figures are of the finite elements; for complex numbers, of their absolute values.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from msgspec import Struct
 Array = np.ndarray[Any, Any]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-# Elements that are looked at together; they stay in the cache of a core.
+# Number of elements that are processed together; they stay in the cache of a core.
 _SLICE = 1 << 16
 _BINS = 1024
-# Beyond these the squares of float64 are not of its range.
+# Outside of these bounds, squares leave the range of float64.
 _LEAST_SQUARED, _MOST_SQUARED = 1e-140, 1e140
 
 
 class HistogramBin(Struct, frozen=True):
-    """A bin: how many elements are at least `low` and less than `high`."""
+    """A bin: the number of elements that are at least `low` and less than `high`."""
 
     low: float
     high: float
@@ -31,14 +31,14 @@ class HistogramBin(Struct, frozen=True):
 
 
 class ArrayStatistics(Struct, frozen=True):
-    """Figures of an array; None where it has no finite elements.
+    """Statistics of an array; figures are None if it has no finite elements.
 
     Attributes:
-        min, max: The least and the greatest.
+        min, max: The least and the greatest element.
         mean: The mean.
-        std: The standard deviation of the whole population, as numpy's.
-        nan: How many elements are NaN.
-        inf: How many are infinite.
+        std: The standard deviation of the whole population, as in numpy.
+        nan: Number of elements that are NaN.
+        inf: Number of infinite elements.
         histogram: The finite elements, in at most 16 bins.
     """
 
@@ -52,20 +52,19 @@ class ArrayStatistics(Struct, frozen=True):
 
 
 class RunningStatistics:
-    """Takes the pieces of an array in any order."""
+    """Accumulates the statistics of an array, from pieces in any order."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
-        """Begin without elements of `dtype`."""
         self._is_whole = not _is_inexact(dtype)
         self._count = self._nan = self._inf = 0
         self._min: float | int | None = None
         self._max: float | int | None = None
-        # Wider than float64 where the machine has such numbers.
+        # Wider than float64 on machines that have such numbers.
         self._mean = self._squares = np.longdouble(0)
         self._histogram = GrowingHistogram(0 if self._is_whole else None)
 
     def add(self, array: Array) -> None:
-        """Take a piece."""
+        """Add a piece."""
         flat = array.reshape(-1)
         for start in range(0, len(flat), _SLICE):
             self._add(flat[start : start + _SLICE])
@@ -86,7 +85,7 @@ class RunningStatistics:
         self._histogram.add(floats)
 
     def _finite(self, values: Array) -> Floats:
-        # numpy warns of NaN that signal.
+        # numpy warns about signalling NaN.
         with np.errstate(invalid="ignore"):
             wide = values if values.dtype.kind == "c" else values.astype(np.float64)
         nan = np.isnan(wide)
@@ -117,7 +116,7 @@ class RunningStatistics:
         self._count = total
 
     def result(self) -> ArrayStatistics:
-        """Return the figures of all pieces so far."""
+        """Return the statistics of all pieces so far."""
         mean = std = None
         if self._count:
             mean = _finite_or_none(self._mean)
@@ -132,25 +131,25 @@ def _finite_or_none(value: np.longdouble) -> float | None:
 
 
 def _is_inexact(dtype: np.dtype[Any]) -> bool:
-    # The types of ml_dtypes have the kind V; their integers have names like those of numpy.
+    # The dtypes of ml_dtypes have the kind V; the names of their integers are like those of numpy.
     return dtype.kind in "fc" or (dtype.kind not in "biu" and "int" not in dtype.name)
 
 
 class GrowingHistogram:
     """Counts numbers in bins whose width, a power of two, doubles when the range outgrows them.
 
-    Bins begin at multiples of their width, so that two neighbours become one without knowing what
-    is in them. So the counts are exact, in one pass, whatever the order of the numbers.
+    Bins begin at multiples of their width. Two neighbours can therefore become one without knowing
+    their numbers, and the counts are exact, in one pass, in any order of the numbers.
     """
 
     def __init__(self, exponent: int | None = None) -> None:
-        """Begin with bins of width `2 ** exponent`; None for what suits the first numbers."""
+        """Begin with bins of width `2 ** exponent`; if None, of a width for the first numbers."""
         self._exponent = exponent
         self._first = 0
         self._counts = np.zeros(0, np.int64)
 
     def add(self, values: Floats) -> None:
-        """Count finite numbers, at least one."""
+        """Count finite numbers; there must be at least one."""
         low, high = float(values.min()), float(values.max())
         exponent = _least_exponent(low, high)
         if self._exponent is None or exponent > self._exponent:
@@ -169,14 +168,14 @@ class GrowingHistogram:
         counts[at : at + len(self._counts)] = self._counts
         scaled = np.ldexp(values, -self._exponent)
         if low < 0:
-            # What is too small to be scaled is still below zero.
+            # A negative number that becomes 0 by scaling belongs below zero.
             scaled[(scaled == 0) & (values < 0)] = -1
         numbers = np.floor(scaled).astype(np.int64) - first
         counts += np.bincount(numbers, minlength=len(counts))
         self._first, self._counts = first, counts
 
     def bins(self, most: int = 16) -> list[HistogramBin]:
-        """Return the numbers in at most so many bins of equal width."""
+        """Return the numbers in at most `most` bins of equal width."""
         if not len(self._counts):
             return []
         assert self._exponent is not None
@@ -192,17 +191,17 @@ class GrowingHistogram:
 
     def _widen(self, exponent: int) -> None:
         if self._exponent is not None and len(self._counts):
-            # Beyond the length of the numbers nothing changes any more.
+            # The range of exponents bounds this loop to about 2,000 rounds.
             for _ in range(exponent - self._exponent):
                 self._first, self._counts = _halved(self._first, self._counts)
         self._exponent = exponent
 
 
 def _least_exponent(low: float, high: float) -> int:
-    """Return the least width at which numbers fit the bins, and their places fit 53 bits."""
+    """Return the least exponent with which numbers fit the bins, and bin numbers fit 53 bits."""
     largest = max(abs(low), abs(high))
     span = high / _BINS - low / _BINS
-    # Subnormal numbers: dividing by their own exponent would overflow.
+    # Not below -1022: dividing by the exponent of subnormal numbers would overflow.
     exponents = [math.frexp(each)[1] for each in (span, largest * 2.0**-52) if each]
     return max(-1022, *exponents) if exponents else -1022
 

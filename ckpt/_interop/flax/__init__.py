@@ -1,1 +1,1 @@
-"""What Flax wrote as msgpack: such a file as a manifest, and what other readers of it need."""
+"""Msgpack files of Flax as manifests, and the parts of that code that other readers use."""

@@ -1,4 +1,4 @@
-"""A tree in one file of msgpack, in the encoding of Flax. Pure.
+"""A tree in one msgpack file, in the encoding of Flax. Pure.
 
 Source: https://flax.readthedocs.io/en/latest/api_reference/flax.serialization.html.
 """
@@ -13,26 +13,29 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 
-# Returns what stands for a node or a leaf, of which the keys above it are given; or the node.
+# Given a node or leaf and the keys above it, returns a replacement, or the node itself.
 Replace = Callable[[Any, tuple[str, ...]], Any]
 
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
 _CHUNKED = "__msgpack_chunked_array__"
-# A file of msgpack of one byte is an empty dict; in others this begins no dict that has keys.
+# First byte of a pickle. As a whole msgpack file, this byte is an empty dict, and it begins no dict
+# that has keys.
 _PICKLE = b"\x80"
 _MAX_RANK = 64
+# Errors for a file, or a value in it, that Flax cannot have written.
+_WRONG = (msgspec.MsgspecError, ValueError, TypeError, KeyError, RecursionError)
 
 
 class PackedArray(Struct, frozen=True):
-    """An array whose bytes are in the file of msgpack.
+    """An array whose bytes are in the msgpack file.
 
     Attributes:
-        dtype: What numpy calls its dtype.
+        dtype: Name of its dtype in numpy.
         shape: Its shape.
-        pieces: Offset and length of its bytes in the file, one piece after the other.
-        kind: What Orbax calls it; `np.generic` for a number with a dtype.
+        pieces: Offset and length of each piece of its bytes in the file, in their order.
+        kind: Name of its kind in Orbax; `np.generic` for a number with a dtype.
     """
 
     dtype: str
@@ -42,18 +45,19 @@ class PackedArray(Struct, frozen=True):
 
 
 def parse_msgpack(data: bytes, path: str, replace: Replace | None = None) -> Any:
-    """Return the tree in a file of msgpack.
+    """Return the tree in a msgpack file.
 
-    Its leaves are a `PackedArray` for each array, or a number or text.
+    Its leaves are a `PackedArray` for each array, a number or text, or the error of an unreadable
+    leaf.
 
     Args:
-        data: The file.
-        path: Where it is.
-        replace: Puts something else in the place of a node or a leaf.
+        data: Content of the file.
+        path: Path of the file, for messages.
+        replace: Replaces nodes or leaves.
 
     Raises:
         CorruptCheckpointError: The file is damaged.
-        UnsupportedFormatError: It is a pickle.
+        UnsupportedFormatError: The file is a pickle.
     """
     if data[:1] == _PICKLE and len(data) > 1:
         raise UnsupportedFormatError(
@@ -61,22 +65,28 @@ def parse_msgpack(data: bytes, path: str, replace: Replace | None = None) -> Any
         )
     try:
         found = msgspec.msgpack.Decoder(ext_hook=_Extensions(data).value).decode(data)
-        return _placed(found, (), replace or _itself)
-    except (msgspec.MsgspecError, ValueError, TypeError, KeyError, RecursionError) as error:
+        return _rebuild(found, (), replace or _itself)
+    except _WRONG as error:
         raise CorruptCheckpointError(f"{path} is damaged: {error!s:.200}") from error
 
 
 class _Extensions:
-    """Decodes what is no value of msgpack, in place: arrays are not copied out of the file."""
+    """Decodes extension values in place: arrays are not copied out of the file."""
 
     def __init__(self, data: bytes) -> None:
         self._start = _address(data)
 
     def value(self, code: int, data: memoryview) -> Any:
+        try:
+            return self._value(code, data)
+        except _WRONG as error:
+            return _damage(error)
+
+    def _value(self, code: int, data: memoryview) -> Any:
         if code == _COMPLEX:
             return complex(*msgspec.msgpack.decode(data, type=tuple[float, float]))
         if code not in (_ARRAY, _SCALAR):
-            raise ValueError(f"it has a value of the unknown kind {code}")
+            return UnsupportedFormatError(f"it is a value of the unknown kind {code}")
         shape, dtype, content = msgspec.msgpack.decode(
             data, type=tuple[tuple[int, ...], str, memoryview]
         )
@@ -96,28 +106,35 @@ def _itself(node: Any, keys: tuple[str, ...]) -> Any:
     return node
 
 
-def _placed(node: Any, keys: tuple[str, ...], replace: Replace) -> Any:
-    """Return a decoded tree, checked, with arrays in pieces put together."""
+def _rebuild(node: Any, keys: tuple[str, ...], replace: Replace) -> Any:
+    """Return a decoded tree, checked, with the pieces of arrays joined."""
     if isinstance(node, dict) and _CHUNKED in node:
-        return _joined(node)
+        try:
+            return _join_chunks(node)
+        except _WRONG as error:
+            return _damage(error)
     found = replace(node, keys)
     if found is not node:
         return found
     if isinstance(node, dict):
         wrong = next((key for key in node if type(key) not in (str, int)), None)
         if wrong is not None:
-            raise ValueError(f"it has the key {wrong!r:.60}")
-        return {key: _placed(child, (*keys, str(key)), replace) for key, child in node.items()}
+            return CorruptCheckpointError(f"it has the key {wrong!r:.60}")
+        return {key: _rebuild(child, (*keys, str(key)), replace) for key, child in node.items()}
     if isinstance(node, list):
-        return [_placed(child, (*keys, str(place)), replace) for place, child in enumerate(node)]
-    known = str | bytes | bool | int | float | complex | None | PackedArray
+        return [_rebuild(child, (*keys, str(place)), replace) for place, child in enumerate(node)]
+    known = str | bytes | bool | int | float | complex | None | PackedArray | CheckpointError
     if not isinstance(node, known):
-        raise ValueError(f"it has a value of the unknown kind {type(node).__name__}")
+        return UnsupportedFormatError(f"it is a value of the unknown kind {type(node).__name__}")
     return node
 
 
-def _joined(node: Mapping[Any, Any]) -> PackedArray:
-    """Return an array that was too long for one value of msgpack."""
+def _damage(error: Exception) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"it is damaged: {error!s:.200}")
+
+
+def _join_chunks(node: Mapping[Any, Any]) -> PackedArray:
+    """Return an array that was split, since it was too long for one msgpack value."""
     shape, pieces = _sequence(node["shape"]), _sequence(node["chunks"])
     if not pieces or not all(isinstance(piece, PackedArray) for piece in pieces):
         raise ValueError("an array in pieces has none, or others")
@@ -130,7 +147,7 @@ def _joined(node: Mapping[Any, Any]) -> PackedArray:
     if (
         any(piece.dtype != first.dtype for piece in pieces)
         or sum(counts) != math.prod(shape)
-        # All have as many bytes for each element.
+        # All pieces must have the same number of bytes for each element.
         or any(n * counts[0] != m * lengths[0] for n, m in zip(lengths, counts, strict=True))
     ):
         raise ValueError("the pieces of an array do not fit together")

@@ -1,4 +1,4 @@
-"""Leaves whose values are in a file of msgpack, as entries of a manifest. Pure."""
+"""Leaves whose values are in a msgpack file, as entries of a manifest. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._interop.flax.packed_tree import PackedArray
-from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 
 
 def value_entry(name: str, leaf: Any) -> LeafEntry:
-    """Return the leaf that stands for a number or a text of the file.
+    """Return the leaf for a number or a text in the file.
 
     Raises:
-        CorruptCheckpointError: It is no value of a leaf.
+        CheckpointError: The value is not a leaf, or cannot be read.
     """
+    if isinstance(leaf, CheckpointError):
+        raise leaf
     if isinstance(leaf, bool | str):
         return LeafEntry(name, type(leaf).__name__, value=leaf)
     if isinstance(leaf, int | float | complex):
@@ -28,15 +30,15 @@ def value_entry(name: str, leaf: Any) -> LeafEntry:
 
 
 def check_packed(leaf: PackedArray, writer: str) -> int:
-    """Return how many bytes an array of the file has.
+    """Return the number of bytes of an array in the file.
 
     Args:
         leaf: The array.
-        writer: The library that wrote it, and reads what is not read here.
+        writer: The library that wrote it and can read unsupported dtypes, for messages.
 
     Raises:
-        CorruptCheckpointError: It contradicts itself.
-        UnsupportedFormatError: It has a dtype that is not read.
+        CorruptCheckpointError: The array contradicts itself.
+        UnsupportedFormatError: The array has an unsupported dtype.
     """
     if leaf.dtype not in DTYPES:
         raise UnsupportedFormatError(
@@ -49,5 +51,5 @@ def check_packed(leaf: PackedArray, writer: str) -> int:
 
 
 def is_number(leaf: PackedArray) -> bool:
-    """Tell whether this is a number with a dtype, and not an array without dimensions."""
+    """Return True for a number with a dtype, False for an array without dimensions."""
     return leaf.kind in ("np.generic", "scalar") and not leaf.shape

@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import anyio
 import anyio.lowlevel
 import google_crc32c
 import numpy as np
@@ -20,35 +19,36 @@ from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry
 from ckpt._format.regions import chunk_grid, position_in_grid
 from ckpt._interop.orbax.database import ReadRange, Values, check_path
-from ckpt._interop.orbax.ocdbt_nodes import ValuePlace
-from ckpt._interop.orbax.tree import OrbaxTree, Param
+from ckpt._interop.orbax.ocdbt_nodes import ValueLocation
+from ckpt._interop.orbax.tree import ARRAY_KINDS, OrbaxTree, Param
 from ckpt._interop.orbax.zarr_arrays import V2_FILE, V3_FILE, ZarrArray, parse_array
-from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, located
+from ckpt._runtime.tasks import for_each
+from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 from ckpt.storage._base import UNKNOWN_SIZE
 
-# A file that is kept in memory: what a database holds in its nodes, and chunks that nobody wrote.
+# A file in memory: values in the nodes of a database, and chunks that were never written.
 INLINE_FILE = ".inline"
 _NOT_STORED = 2**64 - 1
 _MOST_METADATA_BYTES = 1 << 20
 _CONCURRENT_READS = 16
-# Chunks that nobody wrote are made in memory.
+# Limit of a chunk that was never written and is made in memory.
 _MOST_FILL_BYTES = 1 << 30
-# Python has these as values of its own.
+# Kinds of Python values for the dtypes of scalars.
 _PYTHON_KINDS = {"bool": "bool", "int64": "int", "float64": "float", "complex128": "complex"}
 
 Found = tuple[int, int, int]
 
 
 class ArrayStore(Struct):
-    """Where the arrays of one item are.
+    """The places of the arrays of one item.
 
     Attributes:
-        values: Their metadata files and chunks by key, or where those are.
+        values: Metadata files and chunks by key, or their places.
         read: Reads bytes of the item's files.
-        files: Paths of the files that hold chunks; the first is in memory.
-        numbers: Number of each of them.
-        inline: The content of the first.
-        fills: Where chunks are that nobody wrote, by what they are.
+        files: Paths of the files with chunks; the first one is in memory.
+        numbers: Number of each file.
+        inline: Content of the first file.
+        fills: Places of chunks that were never written, by dtype, shape, codec and value.
     """
 
     values: Values
@@ -62,7 +62,7 @@ class ArrayStore(Struct):
         """Return a value, or None if there is no such key.
 
         Raises:
-            CorruptCheckpointError: It is longer than `limit`.
+            CorruptCheckpointError: The value is longer than `limit`.
         """
         value = self.values.get(key)
         if value is None or isinstance(value, bytes):
@@ -71,15 +71,15 @@ class ArrayStore(Struct):
             raise CorruptCheckpointError(f"{key!r:.120} has {value.length} bytes")
         return await self.read(check_path(value.file), value.offset, value.length)
 
-    def place(self, value: bytes | ValuePlace, nbytes: int | None = None) -> Found:
-        """Return file, offset and length of a value; one of the database is kept in memory.
+    def place(self, value: bytes | ValueLocation, nbytes: int | None = None) -> Found:
+        """Return file, offset and length of a value; a value in the database is kept in memory.
 
         Args:
-            value: The value, or where it is.
-            nbytes: How long it has to be, if that is known.
+            value: The value, or its place.
+            nbytes: The length that it must have, if known.
 
         Raises:
-            UnsupportedFormatError: Its length is needed, and the store does not tell it.
+            UnsupportedFormatError: Its length is needed, and the store does not report it.
         """
         if isinstance(value, bytes):
             self.inline += value
@@ -99,12 +99,12 @@ class ArrayStore(Struct):
 
 
 class Described(Struct, frozen=True):
-    """An array, and where it is.
+    """An array and its place.
 
     Attributes:
         array: The array.
-        places: Where its chunks are.
-        value: The value of an array without dimensions that stands for a Python scalar.
+        places: Places of its chunks.
+        value: The value of an array without dimensions that represents a Python scalar.
     """
 
     array: ZarrArray
@@ -114,38 +114,36 @@ class Described(Struct, frozen=True):
 
 async def describe_arrays(
     store: ArrayStore, tree: OrbaxTree, params: Sequence[Param]
-) -> dict[str, Described]:
-    """Return the arrays of some leaves by the name of the leaf.
+) -> dict[str, Described | CheckpointError]:
+    """Return the arrays of leaves by name of the leaf, with the error of each unreadable one."""
+    found: dict[str, Described | CheckpointError] = {}
 
-    Raises:
-        CorruptCheckpointError: An array is damaged, or is missing; names the leaf.
-        UnsupportedFormatError: An array is encoded in a way that is not read; names the leaf.
-    """
-    found: dict[str, Described] = {}
-    waiting = iter(params)
+    async def describe(param: Param) -> None:
+        try:
+            found[param.name] = await _read_metadata(store, tree, param)
+        except (CorruptCheckpointError, UnsupportedFormatError) as error:
+            found[param.name] = error
+        # Thousands of arrays may need no read, and other tasks must get their turn meanwhile.
+        await anyio.lowlevel.checkpoint()
 
-    async def work() -> None:
-        for param in waiting:
-            with located(leaf=param.name):
-                found[param.name] = await _described(store, tree, param)
-            # Thousands need no read, and others have to come to their turn meanwhile.
-            await anyio.lowlevel.checkpoint()
-
-    async with anyio.create_task_group() as tasks:
-        for _ in range(_CONCURRENT_READS):
-            tasks.start_soon(work)
+    await for_each(describe, params, _CONCURRENT_READS)
     return found
 
 
-async def _described(store: ArrayStore, tree: OrbaxTree, param: Param) -> Described:
-    name, data = param.name, None
+async def _read_metadata(store: ArrayStore, tree: OrbaxTree, param: Param) -> Described:
+    # A tree that is a single leaf has no name.
+    folder, data = f"{param.name}/" if param.name else "", None
     for is_v3 in (tree.is_v3, not tree.is_v3):
         file = V3_FILE if is_v3 else V2_FILE
-        data = await store.value(f"{name}/{file}", _MOST_METADATA_BYTES)
+        data = await store.value(folder + file, _MOST_METADATA_BYTES)
         if data is not None:
             array = parse_array(data, is_v3=is_v3)
             break
     else:
+        if param.kind not in ARRAY_KINDS:
+            raise UnsupportedFormatError(
+                f"Orbax wrote it as {param.kind!r:.80}, which is not read here: load it with Orbax"
+            )
         raise CorruptCheckpointError("its array is missing; the checkpoint was damaged")
     count = math.prod(chunk_grid(array.shape, array.chunks))
     if count > max(len(store.values) * 4096, 1 << 20):
@@ -155,10 +153,10 @@ async def _described(store: ArrayStore, tree: OrbaxTree, param: Param) -> Descri
     if array.shards is None:
         expected = nbytes if array.codec is None else None
         for number, place in enumerate(array.grid()):
-            value = store.values.get(f"{name}/{array.key(place)}")
+            value = store.values.get(folder + array.key(place))
             places[number] = None if value is None else store.place(value, expected)
     else:
-        await _open_shards(store, name, array, places)
+        await _open_shards(store, folder, array, places)
     missing = [number for number, place in enumerate(places) if place is None]
     if missing and tree.has_all_chunks:
         raise CorruptCheckpointError(
@@ -171,18 +169,18 @@ async def _described(store: ArrayStore, tree: OrbaxTree, param: Param) -> Descri
         )
     value = None
     if param.kind == "scalar" and not array.shape and array.dtype in _PYTHON_KINDS:
-        value = await _scalar(store, name, array, whole[0])
+        value = await _scalar(store, param.name, array, whole[0])
     return Described(array, whole, value)
 
 
 async def _open_shards(
-    store: ArrayStore, name: str, array: ZarrArray, places: list[Found | None]
+    store: ArrayStore, folder: str, array: ZarrArray, places: list[Found | None]
 ) -> None:
-    """Find the chunks in the shards of an array, by the index at the end of each."""
+    """Find the chunks in the shards of an array, by the index at the end of each shard."""
     grid = chunk_grid(array.shape, array.chunks)
     inner = tuple(a // b for a, b in zip(array.keyed, array.chunks, strict=True))
     for shard in array.grid():
-        value = store.values.get(f"{name}/{array.key(shard)}")
+        value = store.values.get(folder + array.key(shard))
         if value is None:
             continue
         file, start, length = store.place(value)
@@ -196,7 +194,7 @@ async def _open_shards(
         for position, (offset, nbytes) in zip(_places_in(inner), _parse_index(index), strict=True):
             place = tuple(s * n + p for s, n, p in zip(shard, inner, position, strict=True))
             if any(p >= n for p, n in zip(place, grid, strict=True)):
-                # Beyond the edge of the array.
+                # The chunk is beyond the edge of the array.
                 continue
             if offset == nbytes == _NOT_STORED:
                 continue
@@ -217,7 +215,7 @@ def _parse_index(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _fill(store: ArrayStore, array: ZarrArray) -> Found:
-    """Return the place of a chunk that was not stored, since it holds nothing but one value."""
+    """Return the place of a chunk that was not stored, since all of its elements are one value."""
     key = (array.dtype, array.chunks, array.codec, repr(array.fill))
     if key not in store.fills:
         dtype = parse_dtype(array.dtype)
@@ -251,11 +249,11 @@ def leaf_entry(
     sharding: int | None,
     impl: str | None,
 ) -> LeafEntry:
-    """Return the leaf that stands for an array of Orbax.
+    """Return the leaf for an array of Orbax.
 
     Args:
         param: The leaf in Orbax.
-        name: Its name here.
+        name: Its name in this library.
         described: Its array.
         sharding: Number of its sharding, or None.
         impl: Implementation of a typed PRNG key, or None.

@@ -1,4 +1,4 @@
-"""One item of a checkpoint of Orbax: what describes its tree and arrays becomes an entry."""
+"""One item of a checkpoint of Orbax as an entry, from the files that describe it."""
 
 from __future__ import annotations
 
@@ -16,32 +16,25 @@ from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import ItemEntry, JsonValue
 from ckpt._interop.orbax.arrays import ArrayStore, describe_arrays, leaf_entry
 from ckpt._interop.orbax.database import MANIFEST, Values, read_database
-from ckpt._interop.orbax.layout import (
-    KEY_FOLDER,
-    MOST_BYTES,
-    ONE_LEAF,
-    PACKED_FILE,
-    OrbaxItem,
-    Sizes,
-)
+from ckpt._interop.orbax.layout import MOST_BYTES, ONE_LEAF, PACKED_FILE, OrbaxItem, Sizes
 from ckpt._interop.orbax.msgpack_tree import parse_packed
-from ckpt._interop.orbax.ocdbt_nodes import ValuePlace
+from ckpt._interop.orbax.ocdbt_nodes import ValueLocation
 from ckpt._interop.orbax.packed_leaves import packed_entry
 from ckpt._interop.orbax.shardings import SHARDING_FILE, parse_shardings
 from ckpt._interop.orbax.tree import TREE_FILE, UNKNOWN, OrbaxTree, Param, parse_tree
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.flatten import describe
-from ckpt.errors import CorruptCheckpointError, located
+from ckpt._tree.leaf_kinds import unreadable_leaf
+from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 from ckpt.storage._base import UNKNOWN_SIZE, Storage
 
-_KEY_ABOUT = "jax_random_key_metadata/metadata"
 _STRINGS, _ARRAY_METADATAS = "_strings.json", "array_metadatas/"
-# A file of msgpack may hold all arrays of an item, and only their places are kept.
+# Limit of a msgpack file. It may hold all arrays of an item, but only their places are kept.
 _MOST_PACKED_BYTES = 4 << 30
 
 
 class OrbaxItemReader:
-    """Reads what describes the arrays of one item of a checkpoint."""
+    """Reads the description of the arrays of one item of a checkpoint."""
 
     def __init__(self, storage: Storage, step_dir: str, item: OrbaxItem, sizes: Sizes) -> None:
         self._storage = storage
@@ -49,8 +42,8 @@ class OrbaxItemReader:
         self._item = item
         self._sizes = sizes
 
-    async def entry(self) -> tuple[ItemEntry, bytes]:
-        """Return the item, and the content of its first data file, which is in memory."""
+    async def entry(self) -> tuple[ItemEntry, Mapping[str, bytes]]:
+        """Return the item, and its files in memory by path relative to the item."""
         tree = await self._tree()
         structure = await run_in_thread(partial(describe, tree.tree))
         store = ArrayStore(await self._values(), self._range)
@@ -65,44 +58,61 @@ class OrbaxItemReader:
         numbers: dict[str, int] = {}
         entries = []
         for name, param in zip(structure.names, leaves, strict=True):
-            if not isinstance(param, Param):
-                with located(leaf=name):
+            try:
+                if not isinstance(param, Param):
                     entries.append(await packed_entry(store, name, param))
-                continue
-            if param.kind == "string":
-                entries.append(_text(name, param, texts))
-                continue
-            number = None
-            if param.name in known:
-                text = repr(known[param.name])
-                number = numbers.setdefault(text, len(numbers))
-            with located(leaf=name):
+                    continue
+                if param.kind == "string":
+                    entries.append(_text(name, param, texts))
+                    continue
+                described = arrays[param.name]
+                if isinstance(described, CheckpointError):
+                    raise described
+                number = None
+                if param.name in known:
+                    text = repr(known[param.name])
+                    number = numbers.setdefault(text, len(numbers))
                 impl = impls.get(param.name)
-                entries.append(leaf_entry(param, name, arrays[param.name], number, impl))
+                entries.append(leaf_entry(param, name, described, number, impl))
+            except (CorruptCheckpointError, UnsupportedFormatError) as error:
+                if self._item.kind != "tree":
+                    raise
+                entries.append(unreadable_leaf(name, error))
         by_text = {repr(entry): entry for entry in known.values()}
         shardings = [by_text[text] for text in numbers]
         table = LeafTable.of(entries)
         nbytes = sum(_nbytes(entry) for entry in entries)
         item = ItemEntry("pytree", list(structure.nodes), table, shardings, store.files, nbytes)
-        return item, bytes(store.inline)
+        return item, {store.files[0]: bytes(store.inline)}
 
     async def _tree(self) -> OrbaxTree:
         data = await self._small(TREE_FILE)
         folder = f"{self._storage.location}/{self._step_dir}/{self._item.folder}"
-        if self._item.kind in ("array", "key"):
-            if data is None:
-                # Orbax itself makes jax arrays of keys, whatever was saved.
-                kind = "jax.Array" if self._item.kind == "key" else UNKNOWN
-                return OrbaxTree(Param(ONE_LEAF, kind), is_v3=False, has_all_chunks=False)
-            tree = await run_in_thread(partial(parse_tree, data, folder + TREE_FILE))
-            return replace(tree, tree=_one_leaf(tree.tree))
+        about = await self._about_key()
+        is_array = self._item.kind in ("array", "key") and "legacy" not in about
+        if data is None and is_array:
+            # Orbax itself restores keys as jax arrays, whatever they were when saved.
+            kind = "jax.Array" if self._item.kind == "key" else UNKNOWN
+            return OrbaxTree(Param(ONE_LEAF, kind), is_v3=False, has_all_chunks=False)
         if data is None:
             return OrbaxTree(await self._packed(folder), is_v3=False, has_all_chunks=False)
         tree = await run_in_thread(partial(parse_tree, data, folder + TREE_FILE))
+        if is_array:
+            return replace(tree, tree=_one_leaf(tree.tree))
+        if about.get("legacy") and isinstance(tree.tree, list):
+            # `numpy.random.set_state` takes a tuple.
+            return replace(tree, tree=tuple(tree.tree))
         return replace(tree, tree=await self._packed(folder, tree.tree)) if tree.is_packed else tree
 
+    async def _about_key(self) -> Mapping[str, Any]:
+        """Return the description of a random key; empty for other items."""
+        if self._item.kind != "key":
+            return {}
+        found = await json_file(self._storage, self._step_dir, self._item.files[0], self._sizes)
+        return found if isinstance(found, dict) else {}
+
     async def _packed(self, folder: str, tree: Any = None) -> Any:
-        """Return the tree of the file of msgpack, or another one with its values."""
+        """Return the tree of the msgpack file, or `tree` with the values in that file."""
         full = self._item.folder + PACKED_FILE
         data = await self._storage.read(self._step_dir, full, _MOST_PACKED_BYTES)
         if data is None:
@@ -119,15 +129,15 @@ class OrbaxItemReader:
                 f"there is no {MANIFEST}: Orbax never finished it, or it was damaged"
             )
         return {
-            path[len(folder) :]: ValuePlace(path[len(folder) :], "", 0, size)
+            path[len(folder) :]: ValueLocation(path[len(folder) :], "", 0, size)
             for path, size in self._sizes.items()
             if size is not None and path.startswith(folder)
         }
 
     async def _texts(self) -> Mapping[str, Any]:
-        """Return the texts among the leaves by the name of the leaf."""
+        """Return the texts among the leaves by name of the leaf."""
         folder = self._item.folder
-        # Years ago, the directory of the first text had those of all of them.
+        # Some years ago, the directory of the first text had all texts.
         found: dict[str, Any] = {}
         paths = [
             path
@@ -139,14 +149,11 @@ class OrbaxItemReader:
         return found
 
     async def _impls(self) -> Mapping[str, str]:
-        """Return the implementations of typed PRNG keys by the name of the leaf."""
+        """Return the implementations of typed PRNG keys by name of the leaf."""
         if self._item.kind == "key":
-            top = self._item.folder[: -len(f"{KEY_FOLDER}/")]
-            path = top + _KEY_ABOUT
-            about = await json_file(self._storage, self._step_dir, path, self._sizes)
-            typed = isinstance(about, dict) and about.get("typed")
+            typed = (await self._about_key()).get("typed")
             config: Any = jax.config
-            # Orbax does not write it either.
+            # The file does not name the implementation, so Orbax assumes the default, too.
             return {ONE_LEAF: str(config.jax_default_prng_impl)} if typed else {}
         found = {}
         top = self._item.folder + _ARRAY_METADATAS
@@ -187,7 +194,7 @@ class OrbaxItemReader:
 
 
 def _with_kind(leaf: Any, shardings: Mapping[str, Any], texts: Mapping[str, Any]) -> Any:
-    """Return a leaf with its kind; years ago, only the other files told jax arrays and texts."""
+    """Return a leaf with its kind; some years ago, only other files identified arrays and texts."""
     if not isinstance(leaf, Param) or leaf.kind != UNKNOWN:
         return leaf
     if leaf.name in texts:
@@ -196,7 +203,6 @@ def _with_kind(leaf: Any, shardings: Mapping[str, Any], texts: Mapping[str, Any]
 
 
 def _one_leaf(tree: Any) -> Any:
-    """Return the leaf of an item that is one array."""
     leaf = tree.get(ONE_LEAF) if isinstance(tree, dict) else None
     if not isinstance(leaf, Param):
         raise CorruptCheckpointError(f"{TREE_FILE} is damaged: there is no {ONE_LEAF!r}")
@@ -206,7 +212,7 @@ def _one_leaf(tree: Any) -> Any:
 def _text(name: str, param: Param, texts: Mapping[str, Any]) -> LeafEntry:
     value = texts.get(param.name)
     if not isinstance(value, str):
-        raise CorruptCheckpointError(f"its text is not in {_STRINGS}", leaf=name)
+        raise CorruptCheckpointError(f"its text is not in {_STRINGS}")
     return LeafEntry(name, "str", value=value)
 
 
@@ -220,17 +226,17 @@ async def json_file(storage: Storage, step_dir: str, path: str, sizes: Sizes) ->
     """Return the content of a JSON file, or None if there is none.
 
     Raises:
-        CorruptCheckpointError: It is damaged.
+        CorruptCheckpointError: The file is damaged.
     """
     data = await storage.read(step_dir, path, MOST_BYTES) if path in sizes else None
     return None if data is None else parse_json(data, f"{storage.location}/{step_dir}/{path}")
 
 
 def parse_json(data: bytes, where: str) -> JsonValue:
-    """Return the content of a JSON file that is at `where`.
+    """Return the content of a JSON file at `where`.
 
     Raises:
-        CorruptCheckpointError: It is damaged.
+        CorruptCheckpointError: The file is damaged.
     """
     try:
         return json.loads(data)

@@ -1,8 +1,8 @@
-"""What a list of steps has to know of those that Orbax wrote, without opening them.
+"""Properties of steps of Orbax for lists, without opening the steps.
 
-A directory counts as a step of Orbax if it is one that Orbax has finished: on a disk it has its
-final name then, in a store `commit_success.txt` is in it, or `_CHECKPOINT_METADATA` has the time of
-the commit. A step of this library whose manifest is missing is none.
+A directory counts as a step of Orbax if Orbax has finished it. On a disk it then has its final
+name; in a store, it has `commit_success.txt`, or `_CHECKPOINT_METADATA` has the time of the commit.
+A step of this library whose manifest is missing does not count.
 """
 
 from __future__ import annotations
@@ -12,58 +12,58 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import anyio
 from msgspec import Struct
 
 from ckpt._format.digests import digest
-from ckpt._format.metrics import flat_metrics
 from ckpt._interop.orbax.layout import (
-    MARK_V1,
     METRICS,
     MOST_BYTES,
     STEP_FILE,
     SUCCESS,
     Sizes,
     is_checkpoint,
+    is_own_mark,
     items_of,
-    names_a_path,
+    looks_like_ours,
     packed_files,
     unfinished,
 )
 from ckpt._interop.orbax.msgpack_tree import may_be_packed
+from ckpt._runtime.tasks import for_each
 from ckpt.storage._base import Storage
 
 _MOST_LISTED = 16
-# What such files usually have; a longer one is read in a second request.
+# Usual files are shorter; the rest of a longer one is read in a second request.
 _HEAD_BYTES = 1 << 16
 METRICS_FILE = f"{METRICS}/{METRICS}"
 
 
 class OrbaxHead(Struct, frozen=True):
-    """A step of Orbax, as a list of steps has it.
+    """A step of Orbax or Flax, as an entry in a list of steps.
 
     Attributes:
         attempt: A text that changes when another checkpoint takes the place of this one.
-        created_ns: When its save began, in Unix nanoseconds; 0 where Orbax did not write it.
-        committed_ns: When it was committed.
-        metrics: Its metrics.
+        created_ns: Time at which its save began, in Unix nanoseconds; 0 if unknown.
+        committed_ns: Time of its commit, in Unix nanoseconds; 0 if unknown.
+        metrics: Its metrics, as they were passed.
     """
 
     attempt: str
     created_ns: int
     committed_ns: int
-    metrics: Mapping[str, float] | None
+    metrics: Mapping[str, Any] | None
+    library: str = "orbax"
 
 
 class _About(Struct):
-    """`_CHECKPOINT_METADATA`: its bytes, and what they say."""
+    """`_CHECKPOINT_METADATA`: its bytes and its content."""
 
     data: bytes
     document: Mapping[str, Any]
 
 
 async def stamps_of(storage: Storage, names: Sequence[str]) -> list[Hashable | None]:
-    """Return for each step directory a value that changes when Orbax has finished another one."""
+    """Return for each step directory a value that changes when Orbax finishes another step."""
     if not storage.keeps_others:
         # Orbax gives a directory its final name when everything is in it.
         return await storage.stamps(names, ".")
@@ -74,52 +74,59 @@ async def stamps_of(storage: Storage, names: Sequence[str]) -> list[Hashable | N
 
 
 async def heads_of(storage: Storage, names: Sequence[str]) -> list[OrbaxHead | None]:
-    """Return what is known of each step directory; None for what Orbax has not finished."""
+    """Return the head of each step directory; None if Orbax has not finished it."""
     read = partial(storage.read_each, names, limit=MOST_BYTES, head=_HEAD_BYTES)
     abouts = await read(STEP_FILE, parse=_parse_about)
-    successes = await read(SUCCESS, parse=lambda data, _: names_a_path(data))
+    successes = await read(SUCCESS, parse=lambda data, _: data)
     metrics = await read(METRICS_FILE, parse=lambda data, _: _parse(data))
     heads: dict[str, OrbaxHead | None] = {}
-    unclear: list[tuple[str, _About | None, Any]] = []
+    unclear: dict[str, tuple[bytes | None, _About | None, Any]] = {}
     for name, about, success, values in zip(names, abouts, successes, metrics, strict=True):
-        is_ours = success is False
-        if is_ours or (storage.keeps_others and success is None and not _is_committed(about)):
+        if is_own_mark(success) or (
+            storage.keeps_others and success is None and not _is_committed(about)
+        ):
             heads[name] = None
-        elif about is not None and success:
+        elif about is not None and success is not None and b"/" in success:
             heads[name] = head_of(about.data, about.document, values)
         else:
-            # As Orbax wrote them years ago. Seldom, and a look at all files tells.
-            unclear.append((name, about, values))
-    slots = anyio.Semaphore(_MOST_LISTED)
+            # Orbax wrote such steps years ago. They are rare, and listing all their files decides.
+            unclear[name] = success, about, values
 
-    async def look(name: str, about: _About | None, values: Any) -> None:
-        async with slots:
-            sizes = await storage.files(name)
-            head = _head_of_files(name, sizes, about, values)
-            if head is not None and about is None and not await has_own_trees(storage, name, sizes):
-                head = None
-            heads[name] = head
+    async def look(name: str) -> None:
+        success, about, values = unclear[name]
+        sizes = await storage.files(name)
+        head = _head_of_files(name, sizes, success, about, values)
+        if head is not None and about is None and not await has_own_trees(storage, name, sizes):
+            head = None
+        heads[name] = head
 
-    async with anyio.create_task_group() as tasks:
-        for each in unclear:
-            tasks.start_soon(look, *each)
+    await for_each(look, unclear, _MOST_LISTED)
     return [heads[name] for name in names]
 
 
-def _head_of_files(name: str, sizes: Sizes, about: _About | None, values: Any) -> OrbaxHead | None:
+async def begun_ns(storage: Storage, step_dir: str) -> int:
+    """Return the time at which Orbax began a step, in Unix nanoseconds; 0 if unknown."""
+    data = await storage.read(step_dir, STEP_FILE, MOST_BYTES)
+    about = None if data is None else _parse_about(data, len(data))
+    return 0 if about is None else _time(about.document, "init_timestamp_nsecs")
+
+
+def _head_of_files(
+    name: str, sizes: Sizes, success: bytes | None, about: _About | None, values: Any
+) -> OrbaxHead | None:
     document = {} if about is None else about.document
     handlers = document.get("item_handlers")
-    items, _ = items_of(sizes, handlers)
+    items = items_of(sizes, handlers)
     if not is_checkpoint(items, sizes) or unfinished(name, sizes) is not None:
         return None
-    if looks_like_ours(handlers, sizes) or (about is None and STEP_FILE in sizes):
+    if looks_like_ours(success, handlers, sizes) or (about is None and STEP_FILE in sizes):
         return None
     return head_of(identity_of_files(sizes) if about is None else about.data, document, values)
 
 
 async def has_own_trees(storage: Storage, name: str, sizes: Sizes) -> bool:
-    """Tell whether what has the name of Orbax's files of msgpack begins like them."""
-    items, _ = items_of(sizes, None)
+    """Return True if all files named like Orbax's msgpack files begin like them."""
+    items = items_of(sizes, None)
     for path in packed_files(items, sizes):
         head = bytearray(1)
         if not sizes[path]:
@@ -130,25 +137,22 @@ async def has_own_trees(storage: Storage, name: str, sizes: Sizes) -> bool:
     return True
 
 
-def looks_like_ours(handlers: object, sizes: Sizes) -> bool:
-    """Tell whether this is a step of this library, copied in part or without its manifest."""
-    return SUCCESS not in sizes and MARK_V1 in sizes and ".v1." not in str(handlers)
-
-
 def identity_of_files(sizes: Sizes) -> bytes:
-    """Return what tells a checkpoint without `_CHECKPOINT_METADATA` from another one."""
+    """Return bytes that identify a checkpoint without `_CHECKPOINT_METADATA`."""
     return json.dumps(sorted((path, size or 0) for path, size in sizes.items())).encode()
 
 
 def head_of(identity: bytes, document: Mapping[str, Any], metrics: Any) -> OrbaxHead:
-    """Return what is known of a step.
+    """Return the head of a step.
 
     Args:
-        identity: Bytes that another step does not have.
-        document: What `_CHECKPOINT_METADATA` says.
+        identity: Bytes that identify the step.
+        document: Content of `_CHECKPOINT_METADATA`.
         metrics: The content of the item of metrics, or None.
     """
-    found = {**_numbers(document.get("metrics")), **_numbers(metrics)}
+    found: dict[str, Any] = {}
+    for some in (document.get("metrics"), metrics):
+        found |= some if isinstance(some, dict) else {}
     return OrbaxHead(
         digest(identity),
         _time(document, "init_timestamp_nsecs"),
@@ -176,7 +180,3 @@ def _parse(data: bytes) -> Any:
 def _time(document: Mapping[str, Any], name: str) -> int:
     value = document.get(name)
     return value if isinstance(value, int) and 0 <= value < 1 << 62 else 0
-
-
-def _numbers(found: object) -> dict[str, float]:
-    return flat_metrics(found) if isinstance(found, dict) else {}

@@ -1,6 +1,6 @@
-"""`value_metadata_tree`: which nodes of a tree were tuples and named tuples. Pure.
+"""`value_metadata_tree`: the nodes of a tree that were tuples and named tuples. Pure.
 
-Orbax writes it where it is told to (`support_rich_types`), beside the tree of dicts and lists.
+Orbax writes it with the option `support_rich_types`, beside the tree of dicts and lists.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from ckpt._tree.classes import UnknownNode
 
 
 def with_classes(tree: Any, classes: Any) -> Any:
-    """Return a tree with the tuples and named tuples that it had.
+    """Return a tree with its original tuples and named tuples.
 
-    A named tuple becomes one again when it is restored, if its class is imported. What does not
-    fit the tree is left as it is: it says nothing about leaves.
+    A named tuple is restored as one if its class is imported. Entries that do not fit the tree are
+    ignored: they say nothing about leaves.
 
     Args:
         tree: The tree of dicts and lists.
-        classes: What Orbax wrote about its nodes.
+        classes: The description of its nodes by Orbax.
     """
     if isinstance(classes, list):
         return _as_sequence(tree, classes)

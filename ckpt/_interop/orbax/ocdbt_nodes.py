@@ -1,4 +1,4 @@
-"""OCDBT databases, decoded: the manifest and the tree nodes that TensorStore wrote. Pure.
+"""Decoder for OCDBT databases: the manifest and the tree nodes that TensorStore writes. Pure.
 
 Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html, "Storage format".
 """
@@ -13,10 +13,10 @@ from msgspec import Struct
 
 from ckpt.errors import CorruptCheckpointError
 
-# Decodes Zstandard frames of at most so many bytes.
+# Decodes Zstandard frames of at most the given number of bytes.
 Decode = Callable[[bytes, int], bytes]
 
-# Larger ones are refused before they are decoded. TensorStore's own default is 8 MiB, Orbax's 100.
+# Larger nodes are refused before decoding. TensorStore's default is 8 MiB, Orbax's is 100 MiB.
 MAX_NODE_BYTES = 256 << 20
 _MANIFEST_MAGIC = 0x0CDB3A2A
 _NODE_MAGIC = 0x0CDB20DE
@@ -28,13 +28,13 @@ _MAX_HEIGHT = 32
 _MAX_VARINT_BYTES = 10
 
 
-class ValuePlace(Struct, frozen=True):
+class ValueLocation(Struct, frozen=True):
     """Bytes of a file of a database.
 
     Attributes:
-        file: Its path, relative to the database.
-        base: The part of the path that paths of files in a node at this place are relative to.
-        offset, length: The bytes.
+        file: Path of the file, relative to the database.
+        base: Part of that path which is the base of file paths in a node at this place.
+        offset, length: Range of the bytes.
     """
 
     file: str
@@ -43,16 +43,16 @@ class ValuePlace(Struct, frozen=True):
     length: int
 
 
-class NodePlace(Struct, frozen=True):
+class NodeLocation(Struct, frozen=True):
     """A node below another one.
 
     Attributes:
-        place: Where it is.
-        height: Its height; 0 for one with values.
-        prefix: What all its keys begin with.
+        place: Its place.
+        height: Its height; 0 for a node with values.
+        prefix: Common prefix of all its keys.
     """
 
-    place: ValuePlace
+    place: ValueLocation
     height: int
     prefix: bytes
 
@@ -61,19 +61,19 @@ class TreeNode(Struct, frozen=True):
     """A decoded node: the values in it, or the nodes below it.
 
     Attributes:
-        values: By key, the value itself or where it is.
+        values: Values by key, or their places.
         children: The nodes below it.
     """
 
-    values: dict[bytes, bytes | ValuePlace]
-    children: Sequence[NodePlace]
+    values: dict[bytes, bytes | ValueLocation]
+    children: Sequence[NodeLocation]
 
 
-def parse_manifest(data: bytes, decode: Decode) -> NodePlace | None:
-    """Return the root of the newest version of a database; None if that is empty.
+def parse_manifest(data: bytes, decode: Decode) -> NodeLocation | None:
+    """Return the root of the newest version of a database; None if the database is empty.
 
     Raises:
-        CorruptCheckpointError: It is damaged, or of a kind that is not known.
+        CorruptCheckpointError: The manifest is damaged, or of an unknown kind.
     """
     body = _Cursor(_body(data, _MANIFEST_MAGIC, decode))
     body.take(16)
@@ -94,14 +94,14 @@ def parse_manifest(data: bytes, decode: Decode) -> NodePlace | None:
     # The newest version is the last one.
     if not keys[-1]:
         return None
-    return NodePlace(places[-1], heights[-1], b"")
+    return NodeLocation(places[-1], heights[-1], b"")
 
 
-def parse_node(data: bytes, node: NodePlace, decode: Decode) -> TreeNode:
-    """Return what is in a node.
+def parse_node(data: bytes, node: NodeLocation, decode: Decode) -> TreeNode:
+    """Return the content of a node.
 
     Raises:
-        CorruptCheckpointError: It is damaged.
+        CorruptCheckpointError: The node is damaged.
     """
     body = _Cursor(_body(data, _NODE_MAGIC, decode))
     height = body.take(1)[0]
@@ -118,7 +118,7 @@ def parse_node(data: bytes, node: NodePlace, decode: Decode) -> TreeNode:
     if height:
         places = body.places(files, count)
         children = [
-            NodePlace(place, height - 1, node.prefix + key[:length])
+            NodeLocation(place, height - 1, node.prefix + key[:length])
             for place, key, length in zip(places, keys, prefixes, strict=True)
         ]
         return TreeNode({}, children)
@@ -127,7 +127,7 @@ def parse_node(data: bytes, node: NodePlace, decode: Decode) -> TreeNode:
     indirect = [length for length, kind in zip(lengths, kinds, strict=True) if kind]
     ids = body.numbers(len(indirect))
     offsets = body.numbers(len(indirect))
-    found: dict[bytes, bytes | ValuePlace] = {}
+    found: dict[bytes, bytes | ValueLocation] = {}
     outside = iter(zip(ids, offsets, strict=True))
     for key, length, kind in zip(keys, lengths, kinds, strict=True):
         if kind:
@@ -144,10 +144,10 @@ class _FileTable(Struct, frozen=True):
     paths: Sequence[str]
     bases: Sequence[str]
 
-    def place(self, number: int, offset: int, length: int) -> ValuePlace:
+    def place(self, number: int, offset: int, length: int) -> ValueLocation:
         if number >= len(self.paths):
             raise _damaged(f"it names data file {number} of {len(self.paths)}")
-        return ValuePlace(self.paths[number], self.bases[number], offset, length)
+        return ValueLocation(self.paths[number], self.bases[number], offset, length)
 
 
 class _Cursor:
@@ -182,7 +182,7 @@ class _Cursor:
         return [self.number() for _ in range(count)]
 
     def strings(self, shared: Sequence[int], suffixes: Sequence[int]) -> list[bytes]:
-        """Return strings of which each begins like the one before it."""
+        """Return strings that each share a prefix with the one before."""
         found: list[bytes] = []
         last = b""
         for kept, length in zip(shared, suffixes, strict=True):
@@ -193,7 +193,7 @@ class _Cursor:
         return found
 
     def files(self, base: str) -> _FileTable:
-        """Return a table of data files, whose paths are relative to `base`."""
+        """Return a table of data files with paths relative to `base`."""
         count = self.number()
         if not count:
             return _FileTable((), ())
@@ -210,7 +210,7 @@ class _Cursor:
             raise _damaged("a data file has a name that is no text") from None
         return _FileTable([base + text for text in texts], bases)
 
-    def places(self, files: _FileTable, count: int) -> list[ValuePlace]:
+    def places(self, files: _FileTable, count: int) -> list[ValueLocation]:
         numbers, offsets = self.numbers(count), self.numbers(count)
         lengths = self.numbers(count)
         found = [
@@ -221,7 +221,7 @@ class _Cursor:
 
 
 def _body(data: bytes, magic: int, decode: Decode) -> bytes:
-    """Return the body in a frame, decompressed, once its checksum is right."""
+    """Return the decompressed body of a frame, after checking its checksum."""
     start = _HEADER.size + _LENGTH.size
     if len(data) < start + 6 or _HEADER.unpack_from(data) != (magic,):
         raise _damaged("it does not begin as it should")

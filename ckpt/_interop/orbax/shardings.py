@@ -1,4 +1,4 @@
-"""`_sharding`: how the arrays of an item lay on devices. Pure."""
+"""`_sharding`: the layout of the arrays of an item on devices. Pure."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 def parse_shardings(data: bytes | None, platform: str) -> Mapping[str, ShardingEntry]:
     """Return the shardings of arrays by their names in Orbax.
 
-    It says where arrays were, which a restore can do without: what cannot be read is left out.
+    A restore can do without the placement of arrays, so unreadable shardings are left out.
 
     Args:
-        data: The file, or None if there is none.
+        data: Content of the file, or None if there is none.
         platform: Platform of devices that are only numbered.
     """
     try:

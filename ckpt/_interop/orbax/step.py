@@ -1,12 +1,13 @@
-"""A checkpoint of Orbax, opened: its items as a manifest of this library, over Orbax's files."""
+"""A checkpoint of Orbax, opened: a manifest of this library over Orbax's files."""
 
 from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Mapping
 
 from ckpt._format.digests import digest
-from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._format.manifest import ItemEntry, JsonValue, Manifest
 from ckpt._format.manifest_head import FileEntry
 from ckpt._interop.foreign import ForeignCheckpoint, ForeignFiles
 from ckpt._interop.orbax.item import OrbaxItemReader, json_file, parse_json
@@ -14,23 +15,20 @@ from ckpt._interop.orbax.layout import (
     MOST_BYTES,
     STEP_FILE,
     SUCCESS,
+    TREES,
+    OrbaxItem,
     Sizes,
     is_checkpoint,
     is_unnamed,
     items_of,
-    names_a_path,
+    looks_like_ours,
     unfinished,
 )
-from ckpt._interop.orbax.listing import (
-    METRICS_FILE,
-    OrbaxHead,
-    has_own_trees,
-    head_of,
-    identity_of_files,
-    looks_like_ours,
-)
-from ckpt._redaction import redact
+from ckpt._interop.orbax.listing import METRICS_FILE, has_own_trees, head_of, identity_of_files
+from ckpt._interop.orbax.plain_items import plain_item
+from ckpt._tree.leaf_kinds import unreadable_kind
 from ckpt.errors import (
+    CheckpointError,
     CorruptCheckpointError,
     NotACheckpointError,
     StorageError,
@@ -41,7 +39,7 @@ from ckpt.storage._base import Storage
 
 logger = logging.getLogger("ckpt")
 
-# What a manifest is of that describes a checkpoint of Orbax.
+# Format of a manifest that describes a checkpoint of Orbax.
 FORMAT = "orbax"
 
 
@@ -53,12 +51,12 @@ async def open_orbax(
     Args:
         storage: The root.
         step_dir: The directory.
-        step: Its step, or None for a checkpoint by itself.
+        step: Its step, or None for a one-shot checkpoint.
 
     Raises:
         NotACheckpointError: Orbax began it and never finished it.
-        CorruptCheckpointError: It is damaged; names the item.
-        UnsupportedFormatError: It has arrays that are not read.
+        CorruptCheckpointError: The checkpoint is damaged; names the item.
+        UnsupportedFormatError: The checkpoint has unsupported arrays.
         StorageError: The store refused.
     """
     where = f"{storage.location}/{step_dir}"
@@ -73,52 +71,29 @@ async def open_orbax(
     if not isinstance(about, dict):
         raise CorruptCheckpointError(f"{where}/{STEP_FILE} is damaged: expected an object")
     handlers = about.get("item_handlers")
-    items, left_out = items_of(sizes, handlers)
+    items, mark = items_of(sizes, handlers), unfinished(step_dir, sizes)
     if not is_checkpoint(items, sizes):
-        if (mark := unfinished(step_dir, sizes)) is not None:
+        if mark is not None:
             raise _never_finished(where, mark)
         return None
     success = await storage.read(step_dir, SUCCESS, MOST_BYTES) if SUCCESS in sizes else None
-    if looks_like_ours(handlers, sizes) or (success is not None and not names_a_path(success)):
-        # This library's, whose manifest is missing: without it damage would not be noticed.
+    if looks_like_ours(success, handlers, sizes):
+        # A step of this library without its manifest is not read: damage would not be noticed.
         return None
     if data is None and not await has_own_trees(storage, step_dir, sizes):
         return None
-    metrics = await json_file(storage, step_dir, METRICS_FILE, sizes)
+    metrics: JsonValue = None
+    try:
+        metrics = await json_file(storage, step_dir, METRICS_FILE, sizes)
+    except CorruptCheckpointError as error:
+        logger.warning("the metrics of a step are left out: %s", error)
     head = head_of(data or identity_of_files(sizes), about, metrics)
-    _refuse_unfinished(where, step_dir, sizes, head, storage.keeps_others)
-    if left_out:
-        logger.warning(
-            "%s: %s cannot be read and %s left out: Orbax wrote them with handlers that are not "
-            "known here",
-            redact(where),
-            ", ".join(f"the item {name!r}" for name in left_out),
-            "is" if len(left_out) == 1 else "are",
-        )
-    entries: dict[str, ItemEntry] = {}
-    kept: dict[str, bytes] = {}
-    listed: dict[str, FileEntry] = {}
-    for name, item in items.items():
-        with located(item=name, step=step):
-            if item.kind == "json":
-                data = await storage.read(step_dir, item.folder + item.file, MOST_BYTES) or b""
-                entries[name] = ItemEntry("json", nbytes=len(data), data={"model": None})
-                kept[f"{name}/metadata"] = data
-                listed[f"{name}/metadata"] = FileEntry(len(data), digest(data))
-            else:
-                reader = OrbaxItemReader(storage, step_dir, item, sizes)
-                try:
-                    entries[name], inline = await reader.entry()
-                except (UnsupportedFormatError, BaseExceptionGroup) as error:
-                    reason = _unsupported(error)
-                    if reason is None or len(items) == 1:
-                        raise
-                    logger.warning("%s: the item %r is left out: %s", redact(where), name, reason)
-                    continue
-                if entries[name].data_files:
-                    kept[f"{name}/{entries[name].data_files[0]}"] = inline
-    if not entries:
-        raise UnsupportedFormatError(f"{where} has no item that can be read here")
+    if storage.keeps_others and SUCCESS not in sizes and not head.committed_ns:
+        mark = mark or f"no {SUCCESS}"
+    if mark is not None:
+        raise _never_finished(where, mark)
+    with located(step=step):
+        entries, kept = await _read_items(storage, step_dir, items, sizes)
     manifest = Manifest(
         format=FORMAT,
         version=1,
@@ -130,7 +105,11 @@ async def open_orbax(
         committed_ns=head.committed_ns,
         writer={},
         process_count=1,
-        files=listed,
+        files={
+            path: FileEntry(len(data), digest(data))
+            for path, data in kept.items()
+            if not entries[path.partition("/")[0]].data_files
+        },
         metrics=None if head.metrics is None else dict(head.metrics),
         metadata=about.get("custom_metadata") or None,
     )
@@ -138,22 +117,34 @@ async def open_orbax(
     return ForeignCheckpoint(manifest, ForeignFiles(storage, step_dir, folders, kept))
 
 
-def _unsupported(error: BaseException) -> BaseException | None:
-    """Return what is not read of an item, or None if anything else is wrong with it."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    unknown, others = error.split(UnsupportedFormatError)
-    return None if unknown is None or others is not None else unknown.exceptions[0]
+async def _read_items(
+    storage: Storage, step_dir: str, items: Mapping[str, OrbaxItem], sizes: Sizes
+) -> tuple[dict[str, ItemEntry], dict[str, bytes]]:
+    """Return the items, and their files in memory.
 
-
-def _refuse_unfinished(
-    where: str, step_dir: str, sizes: Sizes, head: OrbaxHead, is_store: bool
-) -> None:
-    mark = unfinished(step_dir, sizes)
-    if mark is None and is_store and SUCCESS not in sizes and not head.committed_ns:
-        mark = f"no {SUCCESS}"
-    if mark is not None:
-        raise _never_finished(where, mark)
+    Raises:
+        CheckpointError: None of the items can be read; the error of the first one.
+    """
+    entries: dict[str, ItemEntry] = {}
+    kept: dict[str, bytes] = {}
+    failed: list[CheckpointError] = []
+    for name, item in items.items():
+        with located(item=name):
+            try:
+                if item.kind in TREES:
+                    reader = OrbaxItemReader(storage, step_dir, item, sizes)
+                    entries[name], files = await reader.entry()
+                else:
+                    entries[name], files = await plain_item(storage, step_dir, item, sizes)
+            except (CorruptCheckpointError, UnsupportedFormatError) as error:
+                entries[name] = ItemEntry(unreadable_kind(error), data=str(error))
+                error.locate(item=name)
+                failed.append(error)
+            else:
+                kept |= {f"{name}/{path}": data for path, data in files.items()}
+    if len(failed) == len(items):
+        raise failed[0]
+    return entries, kept
 
 
 def _never_finished(where: str, mark: str) -> NotACheckpointError:

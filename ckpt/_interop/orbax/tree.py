@@ -1,4 +1,4 @@
-"""`_METADATA`: the tree of an item, and what its leaves are. Pure."""
+"""`_METADATA`: the tree of an item, and the kinds of its leaves. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from ckpt._interop.orbax.node_classes import with_classes
 from ckpt.errors import CorruptCheckpointError
 
 TREE_FILE = "_METADATA"
-# What a leaf is of which only the array is known.
+# Kind of a leaf of which only the array is known.
 UNKNOWN = "unknown"
+# Kinds of leaves whose value is an array.
+ARRAY_KINDS = frozenset({"jax.Array", "np.ndarray", "scalar", UNKNOWN})
 _SEQUENCE = 1
-# How empty nodes are made again; what class a namedtuple was is not written.
+# Constructors of empty nodes; the class of a namedtuple is not recorded.
 _EMPTY: Mapping[str, Callable[[], Any]] = {
     "Dict": dict,
     "List": list,
@@ -25,32 +27,28 @@ _EMPTY: Mapping[str, Callable[[], Any]] = {
 }
 
 
-class Param:
-    """A leaf of a tree of Orbax, in whose place it stands.
+class Param(Struct, frozen=True):
+    """A placeholder for a leaf in a tree of Orbax.
 
     Attributes:
-        name: Its name in Orbax: its keys with dots between them.
-        kind: What Orbax calls it: `jax.Array`, `np.ndarray`, `scalar`, `string` and others.
-        is_packed: Whether its value is in the file of msgpack.
+        name: Its name in Orbax: its keys, joined with dots.
+        kind: Its kind in Orbax: `jax.Array`, `np.ndarray`, `scalar`, `string` and others.
+        is_packed: True if its value is in the msgpack file.
     """
 
-    __slots__ = ("is_packed", "kind", "name")
-
-    def __init__(self, name: str, kind: str, *, is_packed: bool = False) -> None:
-        """Describe a leaf."""
-        self.name = name
-        self.kind = kind
-        self.is_packed = is_packed
+    name: str
+    kind: str
+    is_packed: bool = False
 
 
 class OrbaxTree(Struct, frozen=True):
-    """What `_METADATA` says.
+    """The contents of `_METADATA`.
 
     Attributes:
-        tree: The tree, with a `Param` for every leaf that is stored.
-        is_v3: Whether arrays are zarr v3.
-        has_all_chunks: Whether chunks are stored that hold nothing but the fill value.
-        is_packed: Whether the file of msgpack has values of leaves.
+        tree: The tree, with a `Param` for every stored leaf.
+        is_v3: True if arrays are zarr v3.
+        has_all_chunks: True if chunks are stored even if all elements are the fill value.
+        is_packed: True if the msgpack file has values of leaves.
     """
 
     tree: Any
@@ -82,9 +80,9 @@ class _TreeFile(Struct):
 
 
 def parse_tree(data: bytes, path: str = TREE_FILE) -> OrbaxTree:
-    """Return the tree that a file `_METADATA`, which is at `path`, describes.
+    """Return the tree that a file `_METADATA` at `path` describes.
 
-    Tuples come back as lists where Orbax wrote no more of them; a target has its own.
+    Tuples come back as lists if Orbax did not record them; a target has its own.
 
     Raises:
         CorruptCheckpointError: The file is damaged.
@@ -111,13 +109,13 @@ def _value(leaf: _TreeLeaf) -> Any:
 
 
 class _OpenNode(dict[str, Any]):
-    """A node while its children are collected."""
+    """A node whose children are being collected."""
 
     is_sequence = False
 
 
 def _built(leaves: Sequence[tuple[Sequence[_Key], Any]]) -> Any:
-    # The tree itself has the key "" there.
+    # In the dict above it, the whole tree has the key "".
     top = _OpenNode()
     for keys, value in leaves:
         parent, name = top, ""

@@ -1,8 +1,8 @@
-"""Arrays of zarr v2 and v3, as their metadata describes them. Pure.
+"""Arrays of zarr v2 and v3, from their metadata. Pure.
 
 Sources: https://zarr-specs.readthedocs.io/en/latest/v2/v2.0.html and
-https://zarr-specs.readthedocs.io/en/latest/v3/core/v3.0.html, with the codecs of its registry. Of
-what these allow, this is what Orbax has written: chunks in C order, little endian.
+https://zarr-specs.readthedocs.io/en/latest/v3/core/v3.0.html, with the codecs of its registry. Only
+the part of them that Orbax has written is supported: chunks in C order, little endian.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckpt._format.regions import chunk_grid
 from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 
 V2_FILE, V3_FILE = ".zarray", "zarr.json"
-# numpy's names of dtypes; zarr v2 has others for those of one byte, and none for `bfloat16`.
+# numpy's names of dtypes; zarr v2 names one-byte dtypes differently, and has none for `bfloat16`.
 _V2_DTYPES = {
     DTYPES[name].str: name
     for name in DTYPES
@@ -29,7 +29,7 @@ _V2_DTYPES = {
 _V2_CODECS = {"zstd": "zstd", "blosc": "blosc", "gzip": "gzip", "zlib": "gzip"}
 _V3_CODECS = {"zstd": "zstd", "blosc": "blosc", "gzip": "gzip"}
 _MAX_RANK = 64
-# Of an index of a shard: an offset and a length for every chunk, and a checksum.
+# The index of a shard has an offset and a length for every chunk, and a checksum.
 _PLACE_BYTES, _CHECKSUM_BYTES = 16, 4
 
 
@@ -38,12 +38,13 @@ class ZarrArray(Struct, frozen=True):
 
     Attributes:
         shape: Its shape.
-        dtype: Name of its dtype, as this library has it.
-        chunks: Shape of what is encoded as one.
-        codec: What that is encoded with; None for nothing.
-        shards: Shape of what has a key, which may hold several chunks; None if each has its own.
-        keys: How keys of chunks are made: what comes first, and what stands between numbers.
-        fill: The value of chunks that are not stored.
+        dtype: Name of its dtype in this library.
+        chunks: Shape of one encoded chunk.
+        codec: Codec of the chunks; None if they are not encoded.
+        shards: Shape of the parts that have keys, each of one or more chunks; None if each chunk
+            has a key.
+        keys: First part of the keys of chunks, and separator of their numbers.
+        fill: Value of the elements of chunks that are not stored.
         index_bytes: Length of the index at the end of a shard.
     """
 
@@ -58,15 +59,15 @@ class ZarrArray(Struct, frozen=True):
 
     @property
     def keyed(self) -> tuple[int, ...]:
-        """Shape of what has a key."""
+        """Shape of the parts that have keys: shards, or chunks."""
         return self.chunks if self.shards is None else self.shards
 
     def grid(self) -> Iterator[tuple[int, ...]]:
-        """Yield the place of everything that has a key, in C order."""
+        """Yield the position of every part that has a key, in C order."""
         return itertools.product(*map(range, chunk_grid(self.shape, self.keyed)))
 
     def key(self, place: Sequence[int]) -> str:
-        """Return the key of a chunk, or of a shard, below that of the array."""
+        """Return the key of a chunk or a shard, relative to the array."""
         first, between = self.keys
         if not place:
             return first or "0"
@@ -105,7 +106,7 @@ def parse_array(data: bytes, *, is_v3: bool) -> ZarrArray:
 
     Raises:
         CorruptCheckpointError: The file is damaged, or contradicts itself.
-        UnsupportedFormatError: It has a codec, an order or a dtype that is not read.
+        UnsupportedFormatError: The array has an unsupported codec, order or dtype.
     """
     try:
         found = _parse_v3(data) if is_v3 else _parse_v2(data)
@@ -141,7 +142,7 @@ def _parse_v2(data: bytes) -> ZarrArray:
     dtype = _V2_DTYPES.get(found.dtype, found.dtype)
     return ZarrArray(
         found.shape,
-        _known(dtype),
+        _check_dtype(dtype),
         # An axis of length 0 may have chunks of length 0.
         tuple(max(each, 1) for each in found.chunks),
         None if name is None else _V2_CODECS[name],
@@ -176,7 +177,7 @@ def _parse_v3(data: bytes) -> ZarrArray:
     codec = _codec_of(codecs)
     return ZarrArray(
         found.shape,
-        _known(found.data_type),
+        _check_dtype(found.data_type),
         chunks,
         codec,
         shards,
@@ -196,7 +197,7 @@ def _index_bytes(shard: Sequence[int], chunk: Sequence[int], given: Any) -> int:
 
 
 def _codec_of(codecs: Sequence[_Named]) -> str | None:
-    """Return what encodes chunks; None for nothing."""
+    """Return the codec of chunks; None if they are not encoded."""
     names = [each.name for each in codecs]
     if not names or names[0] != "bytes" or not _is_little(codecs[0]) or len(names) > 2:
         raise _unknown(f"the codecs {names!r:.120}")
@@ -215,7 +216,7 @@ def _shape(given: Any) -> tuple[int, ...]:
     return msgspec.convert(given, tuple[int, ...])
 
 
-def _known(dtype: str) -> str:
+def _check_dtype(dtype: str) -> str:
     if dtype not in DTYPES:
         raise _unknown(f"the dtype {dtype!r:.40}")
     return dtype

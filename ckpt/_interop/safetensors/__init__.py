@@ -1,1 +1,1 @@
-"""What others wrote as safetensors, described as a manifest over their files."""
+"""Safetensors of other libraries, described as a manifest over their files."""

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, and the index of several: which tensor is where. Pure.
+"""The header of a safetensors file and the index of several files: places of tensors. Pure.
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -6,17 +6,17 @@ Source: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
 from ckpt._format.dtypes import DTYPES
-from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError, located
+from ckpt._interop.runs_of_bytes import StoredRun
+from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 
 # The length of the header comes first, as eight bytes, little endian.
 LENGTH_BYTES = 8
@@ -43,39 +43,23 @@ _DTYPES = {
     "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu",
 }
-# What a dtype is called there.
+# Names of dtypes in safetensors.
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _Size = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
-class Tensor(Struct, frozen=True):
-    """A tensor.
-
-    Attributes:
-        dtype: Its dtype, by the name it has in a manifest.
-        shape: Its shape.
-        offset: Its first byte in the file.
-        nbytes: Its bytes.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
 class Header(Struct, frozen=True):
-    """What a header says.
+    """The contents of a header.
 
     Attributes:
-        tensors: The tensors by name, in the order of their bytes.
+        tensors: The tensors by name, in the order of their bytes; an error for an unreadable one.
         metadata: Texts by name.
-        end: Bytes of the whole file.
+        ends: Offset in the file at which the bytes of each tensor end.
     """
 
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, StoredRun | CheckpointError]
     metadata: Mapping[str, str]
-    end: int
+    ends: Sequence[int]
 
 
 class _Entry(Struct):
@@ -90,10 +74,10 @@ class _Index(Struct):
 
 
 def header_length(data: bytes) -> int:
-    """Return how long a header is, from the first bytes of its file.
+    """Return the length of a header, from the first bytes of its file.
 
     Raises:
-        CorruptCheckpointError: That cannot be the length of a header.
+        CorruptCheckpointError: The number cannot be the length of a header.
     """
     length = int.from_bytes(data, "little")
     if len(data) != LENGTH_BYTES or not 2 <= length <= MOST_HEADER_BYTES:
@@ -102,14 +86,13 @@ def header_length(data: bytes) -> int:
 
 
 def parse_header(data: bytes) -> Header:
-    """Return what a header says.
+    """Return the contents of a header.
 
     Raises:
-        CorruptCheckpointError: It is damaged, or contradicts itself; names the tensor.
-        UnsupportedFormatError: A tensor has a dtype that is not read here; names it.
+        CorruptCheckpointError: The header is damaged, or contradicts itself; names the tensor.
     """
     try:
-        # The standard library, since it tells of names that are there twice.
+        # The standard library reports names that occur twice; msgspec does not.
         members = json.loads(data.decode(), object_pairs_hook=_members)
         if not isinstance(members, dict):
             raise ValueError("it is not an object")
@@ -128,22 +111,23 @@ def parse_header(data: bytes) -> Header:
                 f"its header is damaged at {name!r:.200}: {error!s:.200}"
             ) from error
     start = LENGTH_BYTES + len(data)
-    ordered = sorted(entries.items(), key=lambda pair: pair[1].data_offsets)
-    tensors = {name: _tensor(name, entry, start) for name, entry in ordered}
-    begin = start
-    for name, tensor in tensors.items():
-        if tensor.offset != begin:
-            what = "overlap others" if tensor.offset < begin else "leave a gap before them"
+    tensors: dict[str, StoredRun | CheckpointError] = {}
+    ends = [start]
+    for name, entry in sorted(entries.items(), key=lambda pair: pair[1].data_offsets):
+        begin, end = (start + offset for offset in entry.data_offsets)
+        if begin != ends[-1]:
+            what = "overlap others" if begin < ends[-1] else "leave a gap before them"
             raise CorruptCheckpointError(f"its header is damaged: the bytes {what}", leaf=name)
-        begin += tensor.nbytes
-    return Header(tensors, metadata, begin)
+        tensors[name] = _tensor(entry, begin, end)
+        ends.append(end)
+    return Header(tensors, metadata, ends[1:] or ends)
 
 
 def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the members of a JSON object.
 
     Raises:
-        ValueError: Two have the same name, of which other readers take one or the other.
+        ValueError: Two have the same name; other readers take one or the other.
     """
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -152,28 +136,26 @@ def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _tensor(name: str, entry: _Entry, start: int) -> Tensor:
+def _tensor(entry: _Entry, begin: int, end: int) -> StoredRun | CheckpointError:
     dtype = _DTYPES.get(entry.dtype)
-    with located(leaf=name):
-        if dtype is None or dtype not in DTYPES:
-            raise UnsupportedFormatError(
-                f"it has the dtype {entry.dtype!r:.40}, which is not read here"
-            )
-        begin, end = entry.data_offsets
-        nbytes = math.prod(entry.shape) * DTYPES[dtype].itemsize
-        if end - begin != nbytes:
-            raise CorruptCheckpointError(
-                f"its header is damaged: {dtype}{entry.shape} has {nbytes} bytes, and the offsets "
-                f"are {begin} and {end}"
-            )
-    return Tensor(dtype, tuple(entry.shape), start + begin, nbytes)
+    if dtype is None or dtype not in DTYPES:
+        return UnsupportedFormatError(
+            f"it has the dtype {entry.dtype!r:.40}, which is not read here"
+        )
+    run = StoredRun(dtype, tuple(entry.shape), begin)
+    if end - begin != run.nbytes:
+        return CorruptCheckpointError(
+            f"its header is damaged: {dtype}{entry.shape} has {run.nbytes} bytes, and its place in "
+            f"the file has {end - begin}"
+        )
+    return run
 
 
 def parse_index(data: bytes) -> Mapping[str, str]:
     """Return the file of every tensor that an index of several files lists.
 
     Raises:
-        CorruptCheckpointError: It is damaged, or a file is not in its own directory.
+        CorruptCheckpointError: The index is damaged, or names a file outside of its directory.
     """
     try:
         found = msgspec.json.decode(data, type=_Index).weight_map

@@ -1,1 +1,1 @@
-"""Planning for jobs of several processes: who writes and reads what. Pure, no I/O."""
+"""Planning for jobs of several processes: the writer and the readers of each part. Pure, no I/O."""

@@ -1,11 +1,11 @@
 """Per-process items, of which every process of a job has its own: file names and entries. Pure.
 
-Within a process such an item is like one that a single process saves. Its files are kept beside
-those of the others: `state.json` of process 1 of 4 as `process_1-of-4/state.json`. In a name that
-already has a process, such as Grain's own, that is replaced.
+Within a process such an item is like an item of a single process. Its files are kept beside those
+of the other processes: `state.json` of process 1 of 4 as `process_1-of-4/state.json`. If a name
+already contains a process, such as Grain's own, that part is replaced.
 
 The primary combines the entries of all processes, and every process picks one of them when it
-restores. A process that keeps a manifest on a disk of its own combines its entry with blank ones.
+restores. A process that keeps a manifest on a private disk combines its entry with blank ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ProcessPart(Struct, frozen=True):
     Attributes:
         entry: Its entry, as the handler of that process gave it.
         process: Number of that process.
-        processes: How many saved the item; 1 if this part is the whole item.
+        processes: Number of processes that saved the item; 1 if this part is the whole item.
     """
 
     entry: ItemEntry
@@ -46,20 +46,26 @@ def own_path(path: str, process: int, processes: int) -> str:
     return f"process_{process}-of-{processes}/{path}"
 
 
+def owner_of(path: str) -> tuple[int, int] | None:
+    """Return the number in a path of its process and of all processes; None if it has none."""
+    found = _OWNER.search(path)
+    return None if found is None else (int(found[2]), int(found[3]))
+
+
 def renamed(path: str, process: int, processes: int) -> str:
-    """Return a path with another process in place of the one that it names, if it does."""
+    """Return a path with the process that it names, if any, replaced by another."""
     return _OWNER.sub(rf"\g<1>process_{process}-of-{processes}", path)
 
 
 def combine(entries: Sequence[ItemEntry]) -> ItemEntry:
-    """Return the entry of an item of which every process has saved its own.
+    """Return the combined entry of an item of which every process has saved its own.
 
     Args:
-        entries: What the handler of every process gave, in the order of processes.
+        entries: The entries that the handlers gave, in the order of processes.
 
     Raises:
-        InvalidArgumentError: They are of different handlers, or one of them has arrays, which
-            would be those of all processes.
+        InvalidArgumentError: Handlers differ, or an entry has arrays, which would belong to all
+            processes.
     """
     if len(entries) == 1:
         return entries[0]
@@ -83,9 +89,9 @@ def combine(entries: Sequence[ItemEntry]) -> ItemEntry:
 
 
 def apart(entry: ItemEntry, process: int, processes: int) -> ItemEntry:
-    """Return the entry of an item in the manifest of a process that keeps its own.
+    """Return the entry of an item in the manifest of a process with a private disk.
 
-    As `combine`, with blank entries of the other processes.
+    As in `combine`, with blank entries for the other processes.
     """
     if processes == 1:
         return entry
@@ -94,7 +100,7 @@ def apart(entry: ItemEntry, process: int, processes: int) -> ItemEntry:
 
 
 def is_combined(entry: ItemEntry) -> bool:
-    """Tell whether an entry is of an item of which every process has its own.
+    """Return True if an entry is the combined entry of an item that every process has for itself.
 
     Raises:
         CorruptCheckpointError: The entry looks like a combined one, and is not.
@@ -105,14 +111,14 @@ def is_combined(entry: ItemEntry) -> bool:
 def pick(manifest: Manifest, item: str, process: int, processes: int) -> ProcessPart:
     """Return the part of an item that is for one process of a job.
 
-    It is the process's own if the same number of processes saved the item. Otherwise it can be any
-    part if all are equal.
+    If the same number of processes saved the item, this is the process's own part. Otherwise any
+    part serves if all are equal.
 
     Args:
         manifest: The step's manifest.
         item: Name of the item, combined or not.
         process: Number of the process that restores.
-        processes: How many restore.
+        processes: Number of processes that restore.
 
     Raises:
         TargetMismatchError: Another number of processes saved it, each with a state of its own.
@@ -141,7 +147,7 @@ def pick(manifest: Manifest, item: str, process: int, processes: int) -> Process
 
 
 def _parts_of(entry: ItemEntry) -> list[JsonValue] | None:
-    """Return what the handler of every process keeps in the manifest; None if not combined."""
+    """Return the manifest data of every process's handler; None if not combined."""
     data = entry.data
     if not isinstance(data, dict) or set(data) != {_COUNT, _PARTS}:
         return None
@@ -160,7 +166,7 @@ def _files_by_process(
     owned: list[dict[str, FileEntry]] = [{} for _ in range(processes)]
     for path, file in files.items():
         name = path.removeprefix(folder)
-        owner = None if name == path else _OWNER.search(name)
-        if owner is not None and int(owner[3]) == processes > int(owner[2]):
-            owned[int(owner[2])][renamed(name, 0, 1)] = file
+        owner = None if name == path else owner_of(name)
+        if owner is not None and owner[1] == processes > owner[0]:
+            owned[owner[0]][renamed(name, 0, 1)] = file
     return owned

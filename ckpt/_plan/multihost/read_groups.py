@@ -1,9 +1,9 @@
-"""Read groups: processes that need the same bytes, and how these are divided among them. Pure.
+"""Read groups: processes that need the same bytes divide the reads among them. Pure.
 
 Processes whose devices hold the same shards of an array need the same chunks of it. They form a
-group. Each member computes the same stream of bytes from what all of them know. The stream is cut
-into batches, and a batch into as many shares as the group has members. Each member reads its share;
-then all of them exchange.
+group. Each member computes the same stream of bytes from data that all of them have. The stream is
+cut into batches, and a batch into as many shares as the group has members. Each member reads its
+share; then all of them exchange.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import msgspec
 
 from ckpt._format.digests import digest
 from ckpt._plan.chunk_reads import ByteRange
-from ckpt._plan.ownership import held_by
+from ckpt._plan.ownership import regions_by_process
 from ckpt._plan.targets import ArrayRead
 
 Shape = tuple[int, ...]
 
-# The largest gap between two ranges that is read with them: the padding between chunks.
+# Largest gap between two ranges that is read with them: the padding between chunks.
 MOST_SKIPPED = 4096
 
 
@@ -33,8 +33,8 @@ class Grouping:
     Attributes:
         groups: The process numbers of each group, ascending. All groups have the same number of
             members, two or more, and every process is in one.
-        devices: For every process, by number, those of its devices that hold a part.
-        is_own: Whether each process has an array of its own, which is the same on all of them.
+        devices: For every process, by number, its devices that hold a part.
+        is_own: True if each process has an array of its own, which is the same on all of them.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -43,12 +43,12 @@ class Grouping:
 
     @property
     def members(self) -> int:
-        """How many processes each group has."""
+        """Number of processes in each group."""
         return len(self.groups[0])
 
     @property
     def lanes(self) -> int:
-        """How many devices every process has, at least."""
+        """Least number of devices of any process."""
         return min(map(len, self.devices))
 
     @property
@@ -58,16 +58,16 @@ class Grouping:
         return digest(repr((self.groups, ids, self.is_own)).encode())
 
     def group_of(self, process: int) -> tuple[int, ...]:
-        """Return the processes that hold the same as `process`, itself among them."""
+        """Return the processes that hold the same part as `process`, itself included."""
         return next(group for group in self.groups if process in group)
 
 
 def grouping_of_all(devices: Iterable[jax.Device], processes: int) -> Grouping | None:
-    """Return the grouping of what every process has for itself; None if it cannot be exchanged.
+    """Return the grouping of data that each process has for itself; None if it cannot be exchanged.
 
     Args:
         devices: The devices of the job.
-        processes: How many processes it has. There is no exchange if one has no device.
+        processes: Number of processes. There is no exchange if one of them has no device.
     """
     found = list(devices)
     everyone = tuple(range(processes))
@@ -77,10 +77,10 @@ def grouping_of_all(devices: Iterable[jax.Device], processes: int) -> Grouping |
 
 
 class Groupings(msgspec.Struct):
-    """Finds the groupings of arrays; every sharding is analysed once.
+    """Finds the groupings of arrays; analyses every sharding once.
 
     Attributes:
-        processes: How many processes there are.
+        processes: Number of processes.
         own: The grouping of arrays that every process has for itself; None if they are not shared.
     """
 
@@ -90,10 +90,10 @@ class Groupings(msgspec.Struct):
     _known: dict[jax.sharding.Sharding, Grouping | None] = msgspec.field(default_factory=dict)
 
     def of(self, read: ArrayRead) -> Grouping | None:
-        """Return the grouping of an array, or None where there is nothing to share.
+        """Return the grouping of an array, or None if there is nothing to share.
 
-        Nothing is shared of an array whose parts are different on all processes, and of one that
-        some processes of the job hold more of than others.
+        An array is not shared if its parts differ between all processes, or if some processes of
+        the job hold more of it than others.
         """
         sharding = read.target.sharding
         if 0 in read.shape:
@@ -104,13 +104,15 @@ class Groupings(msgspec.Struct):
         if known is None:
             # jax cuts arrays evenly, so all arrays of a sharding are held in the same way.
             if sharding not in self._known:
-                self._known[sharding] = _look(sharding, read.shape, self.processes)
+                self._known[sharding] = _group_processes(sharding, read.shape, self.processes)
             known = self._by_identity[id(sharding)] = sharding, self._known[sharding]
         return known[1]
 
 
-def _look(sharding: jax.sharding.Sharding, shape: Shape, processes: int) -> Grouping | None:
-    held = held_by(sharding, shape)
+def _group_processes(
+    sharding: jax.sharding.Sharding, shape: Shape, processes: int
+) -> Grouping | None:
+    held = regions_by_process(sharding, shape)
     if sorted(held) != list(range(processes)):
         return None
     alike: dict[frozenset[Shape], list[int]] = {}
@@ -142,7 +144,7 @@ def groupings_of(
 
     Args:
         reads: The arrays.
-        processes: How many processes there are.
+        processes: Number of processes.
         own: The grouping of arrays that every process has for itself; None if they are not shared.
     """
     groupings = Groupings(processes, own)
@@ -159,7 +161,7 @@ def groupings_of(
 
 
 class BatchRead(msgspec.Struct, frozen=True):
-    """A part of a batch that is read at once: `nbytes` from `start` of a file go to `at`."""
+    """A part of a batch for one read: `nbytes` from `start` of a file go to `at`."""
 
     path: str
     start: int
@@ -172,11 +174,11 @@ class ReadBatch:
 
     Attributes:
         requests: Numbers of the requests whose bytes they are.
-        nbytes: How many there are.
+        nbytes: Number of bytes.
     """
 
     def __init__(self, requests: range, ranges: Iterable[ByteRange]) -> None:
-        """Take the ranges of `requests`; where they overlap, or nearly touch, they become one."""
+        """Take the ranges of `requests`; ranges that overlap, or nearly touch, become one."""
         self.requests = requests
         self._ranges = _merged(ranges)
         self._ats: list[int] = []
@@ -188,7 +190,7 @@ class ReadBatch:
 
     @property
     def key(self) -> str:
-        """A text that is the same on processes that read the same."""
+        """A text that is the same on processes that read the same bytes."""
         return digest(repr([(e.path, e.start, e.end) for e in self._ranges]).encode())
 
     def parts(self, start: int, end: int) -> Iterator[BatchRead]:
@@ -203,7 +205,7 @@ class ReadBatch:
                 yield BatchRead(each.path, each.start + low - at, high - low, low - start)
 
     def place(self, path: str, start: int, nbytes: int) -> int:
-        """Return where in the batch some bytes of a file are.
+        """Return the place in the batch of some bytes of a file.
 
         Raises:
             KeyError: The batch does not have all of them.
@@ -232,16 +234,16 @@ def _merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:
 
 
 def fill(ranges: Sequence[ByteRange], capacity: int) -> list[ReadBatch]:
-    """Return batches of successive requests, of at most `capacity` bytes unless one has more.
+    """Return batches of successive requests.
 
     Args:
         ranges: The range of every request.
-        capacity: Bytes of a batch.
+        capacity: Most bytes of a batch, unless a single request has more.
     """
     batches: list[ReadBatch] = []
     first = taken = 0
     for number, each in enumerate(ranges):
-        # With the gap before it, which may be read, too.
+        # Includes the gap before it, which may be read, too.
         nbytes = each.nbytes + MOST_SKIPPED
         if number > first and taken + nbytes > capacity:
             batches.append(ReadBatch(range(first, number), ranges[first:number]))

@@ -1,9 +1,9 @@
-"""Tree fingerprints: what a process sends the primary of its tree, to find trees that differ. Pure.
+"""Tree fingerprints: compact descriptions of trees, by which the primary finds differences. Pure.
 
-A fingerprint has one line for every leaf; that of a tree has a last line for its inner nodes. Equal
-fingerprints have equal signatures, and of two that differ the first different line is reported.
-Where the lines of all processes would be too many for the primary, fingerprints hold digests of
-blocks of lines instead, and the block is reported.
+A fingerprint has one line for every leaf; the fingerprint of a tree has a last line for its inner
+nodes. Equal fingerprints have equal signatures, and if two differ, the first different line is
+reported. If the lines of all processes would be too many for the primary, fingerprints hold digests
+of blocks of lines instead, and the block is reported.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ckpt._tree.leaf_specs import LeafSpec, encode_scalar
 from ckpt._tree.table import sharding_text
 from ckpt.errors import CheckpointError
 
-# The most bytes of all processes' fingerprints; larger ones are reduced to digests.
+# Most bytes of all processes' fingerprints; larger ones are reduced to digests.
 _MOST_BYTES = 64 << 20
 _LINE_BYTES = 24
 _LONGEST_VALUE = 80
-# Stands for the inner nodes where a line has the name of a leaf.
+# Stands for the inner nodes in the place of a leaf's name.
 _STRUCTURE = ""
 
 # The name of a leaf, and its description.
@@ -38,11 +38,11 @@ Line = tuple[str, str]
 
 
 class TreeFingerprint(Struct, frozen=True):
-    """Lines about a tree, as few bytes.
+    """Lines about a tree in few bytes.
 
     Attributes:
         signature: Digest of all lines, 16 bytes.
-        block: Number of lines that a digest in `packed` is of; 0 where it holds the lines.
+        block: Number of lines per digest in `packed`; 0 if `packed` holds the lines.
         packed: The lines or digests.
     """
 
@@ -52,7 +52,7 @@ class TreeFingerprint(Struct, frozen=True):
 
 
 def line_fingerprint(lines: Sequence[Line], processes: int) -> TreeFingerprint:
-    """Return the fingerprint of lines, one of `processes` that are compared."""
+    """Return the fingerprint of lines; `processes` fingerprints are compared."""
     text = json.dumps(lines).encode()
     room = _MOST_BYTES // processes
     block = 0
@@ -67,13 +67,14 @@ def line_fingerprint(lines: Sequence[Line], processes: int) -> TreeFingerprint:
 
 
 def tree_fingerprint(plan: SavePlan, nodes: Sequence[Node]) -> TreeFingerprint:
-    """Return the fingerprint of a tree without its values: of its structure and leaves."""
+    """Return the fingerprint of a tree's structure and leaves, without their values."""
     assert plan.group is not None
     known: dict[int, str] = {}
     shape = digest(b"".join(map(msgspec.json.encode, nodes)))
     index = plan.group.index
     lines = [(leaf.name, _described(leaf.spec, index, known)) for leaf in plan.leaves]
-    # The last line: trees of different leaves have different nodes, and the leaves are what helps.
+    # The last line, since trees with different leaves have different nodes, too, and the leaves are
+    # the more helpful difference.
     lines.append((_STRUCTURE, f"{len(nodes)} inner nodes #{shape[:8]}"))
     return line_fingerprint(lines, plan.group.count)
 
@@ -100,7 +101,7 @@ def _sharding(sharding: jax.sharding.Sharding, process: int, known: dict[int, st
     if found is None:
         devices: set[jax.Device] = sharding.device_set
         if all(device.process_index == process for device in devices):
-            # Those of every process are others.
+            # These devices differ between processes.
             found = "on its own devices"
         else:
             entry = describe_sharding(sharding)
@@ -117,8 +118,8 @@ def value_fingerprint(
 
     Args:
         plan: The plan.
-        leaves: Python scalars and functions at their places; arrays are not looked at.
-        digests: Of every array among `plan.own` the digest of its bytes, by number of the leaf.
+        leaves: Python scalars and functions at their places; places of arrays are ignored.
+        digests: Digest of the bytes of every array among `plan.own`, by number of the leaf.
     """
     assert plan.group is not None
     lines = []
@@ -138,7 +139,7 @@ def value_fingerprint(
 
 
 def first_difference(one: TreeFingerprint, other: TreeFingerprint) -> tuple[str, str, str]:
-    """Return the first leaf in which two different fingerprints differ, and how each has it.
+    """Return the first leaf in which two different fingerprints differ, and each description of it.
 
     Raises:
         CheckpointError: A fingerprint is malformed.
@@ -158,7 +159,7 @@ def first_difference(one: TreeFingerprint, other: TreeFingerprint) -> tuple[str,
     if len(names) == 2 and names[0] == names[1]:
         what = "its structure" if names[0] == _STRUCTURE else f"leaf {names[0]!r:.400}"
         return what, found[0][1], found[1][1]
-    # A leaf that only one has shifts all that come after it.
+    # A leaf that only one has shifts all leaves after it.
     both = dict(mine), dict(theirs)
     lone = next((name for name in names if not all(name in lines for lines in both)), None)
     if lone is None:

@@ -1,1 +1,1 @@
-"""Slices of stored arrays: which of their elements are which elements of another array."""
+"""Slices of stored arrays: maps from their elements to elements of other arrays."""

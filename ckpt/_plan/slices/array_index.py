@@ -1,4 +1,4 @@
-"""Indexes of arrays: which region a basic index of numpy needs, and what it takes of it. Pure."""
+"""Indexes of arrays: the region that a basic numpy index needs, and the index within it. Pure."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from ckpt._arguments import shown
 from ckpt._format.regions import Region
 from ckpt.errors import InvalidArgumentError
 
-# What an index of a region is made of.
+# Parts of an index of a region.
 Within = tuple[int | slice, ...]
 
 
 def region_of_index(index: Any, shape: Sequence[int]) -> tuple[Region, Within]:
-    """Return the smallest region of an array with all that an index takes, and the rest of it.
+    """Return the smallest region of an array that an index needs, and the index within it.
 
-    The rest is an index of that region, and its result is that of the index itself.
+    Applied to the region, the second index has the result of `index` on the array.
 
     Args:
         index: Integers, slices and `...`, alone or in a tuple, as numpy takes them.
         shape: The shape of the array.
 
     Raises:
-        InvalidArgumentError: It is another index, has too many parts, or leads out of the array.
+        InvalidArgumentError: The index is of another kind, has too many parts, or is out of bounds.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     for part in parts:
@@ -52,7 +52,7 @@ def region_of_index(index: Any, shape: Sequence[int]) -> tuple[Region, Within]:
 
 
 def _part(part: Any, size: int, axis: int) -> tuple[int, int, int | slice]:
-    """Return begin and length of what one axis needs, and what is taken of that."""
+    """Return begin and length of the needed part of one axis, and the index within it."""
     if not isinstance(part, slice):
         number = part.__index__()
         if not -size <= number < size:

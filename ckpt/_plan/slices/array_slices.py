@@ -1,8 +1,8 @@
 """Array slices: a region of a stored leaf is a region of another array.
 
-Most slices are plain: both regions have the same lengths in the same order, but for axes of length
-one, which may be anywhere. Others have strides, which say how the axes of one become those of the
-other: they may change places, be cut or joined, and repeat elements.
+Most slices are plain: both regions have the same lengths in the same order, except for axes of
+length one, which may be anywhere. Other slices have strides, which map the axes of one region to
+those of the other: axes may change places, be cut or joined, and repeat elements.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ckpt._plan.slices.strides import Box, Shape, Stride, boxes_between, merged
 
 
 class ArraySlice(Struct, frozen=True, gc=False):
-    """A region of a stored leaf, and the region of another array that it is.
+    """A region of a stored leaf, and the region of another array that it becomes.
 
     Attributes:
         leaf: Number of the stored leaf.
         source: The region of the stored array.
         target: The region of the other array.
-        strides: What of the regions it is, unless it is plain: then these are the smallest regions
-            that hold all of its elements.
+        strides: Strides of the elements within the regions, which are then the smallest that hold
+            all elements; empty for a plain slice.
     """
 
     leaf: int
@@ -35,14 +35,14 @@ class ArraySlice(Struct, frozen=True, gc=False):
 
     @property
     def size(self) -> int:
-        """How many elements of the other array it is."""
+        """Number of elements of the other array that it covers."""
         if self.strides:
             return math.prod(each.length for each in self.strides)
         return self.target.size
 
     @property
     def directions(self) -> tuple[Stride, ...]:
-        """Its strides, also if it is plain."""
+        """Its strides, which a plain slice has, too."""
         if self.strides:
             return self.strides
         here, there = (
@@ -63,7 +63,7 @@ class ArraySlice(Struct, frozen=True, gc=False):
         return _carried(part, self.source, self.target)
 
     def in_target(self, region: Region) -> list[ArraySlice]:
-        """Return what of it is in a region of the other array."""
+        """Return the parts of the slice in a region of the other array."""
         part = self.target.intersect(region)
         if part is None or part == self.target:
             return [] if part is None else [self]
@@ -73,7 +73,7 @@ class ArraySlice(Struct, frozen=True, gc=False):
         return self._cut(self.target, region, sides)
 
     def in_source(self, region: Region) -> list[ArraySlice]:
-        """Return what of it is in a region of the stored array."""
+        """Return the parts of the slice in a region of the stored array."""
         part = self.source.intersect(region)
         if part is None or part == self.source:
             return [] if part is None else [self]
@@ -85,7 +85,7 @@ class ArraySlice(Struct, frozen=True, gc=False):
     def _cut(
         self, here: Region, region: Region, sides: Sequence[tuple[int | None, int]]
     ) -> list[ArraySlice]:
-        """Return what of it is in a region, on the side where its strides are `sides`."""
+        """Return the parts in a region, on the side where the strides are `sides`."""
         boxes: list[dict[int, tuple[int, int]]] = [{}]
         for axis, (corner, start, length) in enumerate(
             zip(here.offset, region.offset, region.shape, strict=True)
@@ -134,7 +134,7 @@ def slice_of(leaf: int, source: Shape, target: Shape, strides: Iterable[Stride])
 
 
 def _is_plain(strides: Sequence[Stride]) -> bool:
-    """Tell whether strides, in C order of the target, take axis after axis as it is."""
+    """Return True if strides, in C order of the target, take axis after axis as it is."""
     last = -1, -1
     for each in strides:
         if each.source is None or (each.step, each.source_step) != (1, 1):
@@ -146,19 +146,19 @@ def _is_plain(strides: Sequence[Stride]) -> bool:
 
 
 def moved(piece: ArraySlice, target: Region, place: Callable[[int], int]) -> ArraySlice:
-    """Return a slice whose target has more axes, or fewer, of length one.
+    """Return a slice whose target gains or loses axes of length one.
 
     Args:
         piece: The slice.
         target: The region of the new array.
-        place: From the number of an axis to its new one.
+        place: Function from the number of an axis to its new number.
     """
     strides = tuple(replace(each, axis=place(each.axis)) for each in piece.strides)
     return replace(piece, target=target, strides=strides)
 
 
 def permuted(piece: ArraySlice, axes: Sequence[int]) -> ArraySlice:
-    """Return a slice of which axis `axes[0]` of the target becomes the first one, and so on."""
+    """Return a slice in which axis `axes[0]` of the target becomes the first one, and so on."""
     places = {axis: place for place, axis in enumerate(axes)}
     target = tuple(piece.target.offset[axis] for axis in axes)
     strides = (replace(each, axis=places[each.axis]) for each in piece.directions)

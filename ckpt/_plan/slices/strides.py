@@ -1,7 +1,7 @@
 """Strides: the directions in which a slice of a stored array extends. Pure.
 
-The strides along one axis are like the digits of a number: a step is longer than all shorter ones
-can reach together. So the elements between two bounds are a few boxes.
+The strides along one axis are like the digits of a number: each step is longer than all shorter
+strides together can reach. So the elements between two bounds form a few boxes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from msgspec.structs import replace
 
 Shape = tuple[int, ...]
 Array = np.ndarray[Any, Any]
-# Of each stride, the first element and how many there are from it on.
+# First element and number of elements of each stride.
 Box = tuple[tuple[int, int], ...]
 
 
 class Stride(Struct, frozen=True, gc=False):
-    """A direction of a slice: how far apart its elements are in both arrays.
+    """A direction of a slice, with the distances of its elements in both arrays.
 
     Attributes:
-        length: How many elements there are.
+        length: Number of elements.
         axis: Axis of the target.
-        step: How far apart they are along it.
-        source: Axis of the stored array; None if all of them are one stored element.
-        source_step: How far apart they are along that one.
+        step: Distance between elements along that axis.
+        source: Axis of the stored array; None if all elements are one stored element.
+        source_step: Distance between elements along that axis.
     """
 
     length: int
@@ -62,9 +62,9 @@ def boxes_between(strides: Sequence[tuple[int, int]], low: int, high: int) -> It
     """Yield the boxes of the elements whose place along an axis is from `low` up to `high`.
 
     Args:
-        strides: Length and step of each, the longest step first.
+        strides: Length and step of each stride, the longest step first.
         low: The first place.
-        high: The one behind the last.
+        high: The place after the last.
     """
     reach = sum((length - 1) * step for length, step in strides)
     if high <= 0 or low > reach:
@@ -73,7 +73,7 @@ def boxes_between(strides: Sequence[tuple[int, int]], low: int, high: int) -> It
         yield tuple((0, length) for length, _ in strides)
         return
     (length, step), rest = strides[0], strides[1:]
-    # How far the shorter steps go on from each element.
+    # Distance that the shorter strides reach from each element.
     beyond = reach - (length - 1) * step
     touching = range(max(0, -((beyond - low) // step)), min(length, -(-high // step)))
     inside = range(max(0, -(-low // step)), min(length, (high - 1 - beyond) // step + 1))
@@ -86,7 +86,7 @@ def boxes_between(strides: Sequence[tuple[int, int]], low: int, high: int) -> It
 
 
 def is_one_run(strides: Sequence[Stride], stored: Shape, target: Shape) -> bool:
-    """Tell whether elements lie one behind the other in both arrays, in the same order.
+    """Return True if elements are consecutive in both arrays, in the same order.
 
     Args:
         strides: Strides in C order of the target.
@@ -115,12 +115,12 @@ def stored_view(stored: Array, corner: Shape, strides: Sequence[Stride]) -> Arra
 
 
 def target_view(target: Array, corner: Shape, strides: Sequence[Stride]) -> Array:
-    """Return the same elements where they belong in another array."""
+    """Return a view of the places of these elements in another array."""
     return _view(target, corner, strides, [target.strides[s.axis] * s.step for s in strides])
 
 
 def _view(array: Array, corner: Shape, strides: Sequence[Stride], steps: Sequence[int]) -> Array:
-    # The dots: without axes, indexing would give a value instead of a view.
+    # With the ellipsis, indexing an array without axes gives a view, not a value.
     index: tuple[Any, ...] = (*(slice(first, None) for first in corner), ...)
     shape = tuple(map(attrgetter("length"), strides))
     return np.lib.stride_tricks.as_strided(array[index], shape, steps)

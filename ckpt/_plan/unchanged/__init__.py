@@ -1,1 +1,1 @@
-"""What a save need not write, because the step before has it."""
+"""Data that a save need not write, because the step before has it."""

@@ -1,7 +1,7 @@
-"""Frozen leaves: those that the user says do not change. Pure.
+"""Frozen leaves: leaves that the user declares unchanged. Pure.
 
-Nothing rests on what the user says: it only tells which leaves are worth a look before they are
-copied from their devices.
+No result depends on that declaration: it only selects the leaves that are worth a check before they
+are copied from their devices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckpt.errors import InvalidArgumentError
 
 
 class FrozenLeaves(Struct):
-    """The patterns of one save.
+    """The patterns of one save, and the paths that they are to cover.
 
     Attributes:
         patterns: The patterns of leaf paths.
@@ -31,7 +31,7 @@ class FrozenLeaves(Struct):
     paths: list[str] = field(default_factory=list)
 
     def numbers(self, paths: Sequence[str]) -> Sequence[int]:
-        """Return the numbers of the leaves of an item that are said to be frozen."""
+        """Return the numbers of the leaves of an item that are declared frozen."""
         self.paths += paths
         return _covered(self.patterns, tuple(paths))
 
@@ -39,7 +39,7 @@ class FrozenLeaves(Struct):
         """Check that every pattern covers a leaf of the save.
 
         Raises:
-            InvalidArgumentError: One does not; says what was probably meant.
+            InvalidArgumentError: A pattern does not; suggests the path that was probably meant.
         """
         for pattern in self.patterns:
             if not any(pattern.covers(path) for path in self.paths):
@@ -51,7 +51,7 @@ class FrozenLeaves(Struct):
 
 @functools.lru_cache(maxsize=16)
 def _covered(patterns: tuple[Pattern, ...], paths: tuple[str, ...]) -> Sequence[int]:
-    # Every save of a run asks for the same, while its caller waits.
+    # Cached: every save of a run asks for the same, while its caller waits.
     return tuple(
         number
         for number, path in enumerate(paths)
@@ -60,28 +60,28 @@ def _covered(patterns: tuple[Pattern, ...], paths: tuple[str, ...]) -> Sequence[
 
 
 def frozen_patterns(frozen: object) -> tuple[Pattern, ...]:
-    """Return the patterns that a manager was given.
+    """Return the patterns in `frozen` of `VitalSigns`.
 
     Raises:
-        InvalidArgumentError: They are not patterns of leaf paths.
+        InvalidArgumentError: The argument has no patterns of leaf paths.
     """
-    given = (frozen,) if isinstance(frozen, str) else frozen
-    if not isinstance(given, Iterable) or isinstance(given, bytes):
-        raise invalid("frozen", frozen, "a pattern of leaf paths, or a list of them")
-    texts = list(given)
+    expected = "a pattern of leaf paths, such as 'base.**', or a list of them"
+    if not isinstance(frozen, Iterable) or isinstance(frozen, bytes):
+        raise invalid("frozen", frozen, expected, of="VitalSigns")
+    texts = [frozen] if isinstance(frozen, str) else list(frozen)
     for text in texts:
         if not isinstance(text, str):
-            raise invalid("frozen", text, "a pattern of leaf paths, such as 'base.**'")
+            raise invalid("frozen", text, expected, of="VitalSigns")
     return tuple(map(compile_pattern, texts))
 
 
 def changed_leaves(numbers: Sequence[int], before: ItemReport, after: ItemReport) -> list[int]:
-    """Return which leaves have other bytes in one report than in another of the same plan.
+    """Return the leaves whose bytes differ between two reports of the same plan.
 
     Args:
-        numbers: The leaves to look at.
-        before: What the step before has of them.
-        after: What this one has.
+        numbers: The leaves to compare.
+        before: The report of the step before.
+        after: The report of this step.
     """
     known = _digests(numbers, before)
     found = _digests(numbers, after)

@@ -1,1 +1,1 @@
-"""How steps go: by a policy or one by one, for good or into a trash from which they come back."""
+"""Deleting steps: by policy or by hand, permanently or into the trash."""

@@ -1,4 +1,4 @@
-"""The health of steps whose parts are on several disks: what is odd on one of them counts. Pure."""
+"""The health of steps whose parts are on several disks: an odd leaf on any disk counts. Pure."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from msgspec import Struct
 from msgspec.structs import replace as replaced
 
 from ckpt._steps.index import IndexedStep
-from ckpt.policies._context import SavedStep
+from ckpt.keep._questions import SavedStep
 
 
 class CommonSteps(Struct, frozen=True):
     """The steps that all processes have, by number, ascending.
 
     Attributes:
-        own: As they are on the disk of this process.
-        everywhere: The same, but with how many leaves are odd on any disk, at least.
+        own: The steps as they are on the disk of this process.
+        everywhere: The same steps, with the smallest possible number of leaves odd on any disk.
     """
 
     own: dict[int, IndexedStep]
     everywhere: dict[int, IndexedStep]
 
 
-def on_all(step: IndexedStep, counts: Sequence[tuple[int | None, int]]) -> IndexedStep:
-    """Return a step with the health that it has on all disks.
+def health_on_all(step: IndexedStep, counts: Sequence[tuple[int | None, int]]) -> IndexedStep:
+    """Return a step with the health that it has over all disks.
 
     Args:
-        step: The step, as it is on one of them.
-        counts: How many leaves have odd values, and unequal replicas, on each disk.
+        step: The step, as it is on one disk.
+        counts: For each disk, the numbers of leaves with odd values and with unequal replicas.
     """
     nonfinite = [each[0] for each in counts]
     most = max((each for each in nonfinite if each is not None), default=None)
@@ -41,10 +41,10 @@ def on_all(step: IndexedStep, counts: Sequence[tuple[int | None, int]]) -> Index
     )
 
 
-def told(own: Sequence[SavedStep]) -> Any:
-    """Return what a process tells the others of the leaves of its steps, as a JSON value.
+def health_data(own: Sequence[SavedStep]) -> Any:
+    """Return the JSON value that tells other processes about the leaves of this one's steps.
 
-    A run that has diverged has the same leaves in every step. They are told once.
+    The names are sent once: a run that has diverged has the same odd leaves in every step.
     """
     numbers: dict[tuple[str, ...], int] = {}
     steps = [
@@ -60,19 +60,20 @@ def told(own: Sequence[SavedStep]) -> Any:
     return [list(numbers), steps]
 
 
-def joined(own: Sequence[SavedStep], every: Sequence[Any]) -> list[SavedStep]:
+def join_health(own: Sequence[SavedStep], every: Sequence[Any]) -> list[SavedStep]:
     """Return steps with the leaves of all disks: the same on every process.
 
     Args:
         own: The steps, as they are on the disk of this process.
-        every: What each process has `told` of the same steps.
+        every: The `health_data` of every process about the same steps.
     """
     return [
-        _joined(step, [(names, each[at]) for names, each in every]) for at, step in enumerate(own)
+        _join_step(step, [(names, each[at]) for names, each in every])
+        for at, step in enumerate(own)
     ]
 
 
-def _joined(step: SavedStep, disks: Sequence[tuple[Any, Any]]) -> SavedStep:
+def _join_step(step: SavedStep, disks: Sequence[tuple[Any, Any]]) -> SavedStep:
     unknown = sum(each[4] for _, each in disks)
     nonfinite, odd = _union([(each[0] or 0, names[each[2]]) for names, each in disks])
     unequal, differing = _union([(each[1], names[each[3]]) for names, each in disks])
@@ -87,10 +88,10 @@ def _joined(step: SavedStep, disks: Sequence[tuple[Any, Any]]) -> SavedStep:
 
 
 def _union(disks: Sequence[tuple[int, Sequence[str]]]) -> tuple[tuple[str, ...], int]:
-    """Return the names of leaves on any disk, and how many leaves that are, with unnamed ones.
+    """Return the names of leaves on any disk, and the number of leaves with unnamed ones.
 
-    A disk whose leaves could not be read has a number of them alone. They may be the same as on
-    another one, and are counted as others: what is not known by name is not allowed.
+    A disk whose leaves could not be read gives only their number. These leaves may be the same as
+    on another disk, but are counted as others: a leaf without a known name cannot be allowed.
     """
     names = tuple(dict.fromkeys(name for _, each in disks for name in each))
     return names, len(names) + sum(max(0, count - len(each)) for count, each in disks)

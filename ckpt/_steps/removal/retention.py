@@ -1,4 +1,4 @@
-"""The deletion of steps: off the save path, and never of pinned steps or other people's files."""
+"""Deletion of steps: off the save path, and never of pinned steps or other people's files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import anyio
 
 from ckpt._arguments import check_step, shown
 from ckpt._events import EventRecorder, Observer
+from ckpt._format.history import left_behind
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, peek_files
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
-from ckpt._steps.index import IndexedStep, StepIndex, left_behind
+from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt._steps.opened import OpenedStep, open_step
 from ckpt._steps.pins import deletion_of, pins, refuse_pinned
-from ckpt._steps.previous_steps import AilingLeaves, saved_step
-from ckpt._steps.removal.noted_policy import note_policy
-from ckpt._steps.removal.superfluous import Superfluous, keeps_all, superfluous_by
+from ckpt._steps.previous_steps import UnhealthyLeaves, saved_step
+from ckpt._steps.removal.deletion_plan import DeletionPlan, keeps_all, plan_deletions
+from ckpt._steps.removal.recorded_policy import is_own, record_policy
 from ckpt._steps.unreadable import shortened
 from ckpt._tree.suggestions import near_miss
 from ckpt.errors import (
@@ -31,12 +32,12 @@ from ckpt.errors import (
     StorageError,
     located,
 )
-from ckpt.policies._by_item import Preservation, unused_patterns
-from ckpt.policies._context import SavedStep
-from ckpt.policies._deletion import Deletion, trash_of
-from ckpt.policies._health import allowed_by, health_of, last_resort, why_not_healthy
-from ckpt.policies._preservation import PreserveAll
-from ckpt.policies._ranking import Metric, rankings_in, value_of
+from ckpt.keep._by_item import unused_patterns
+from ckpt.keep._deletion import Deletion, trash_of
+from ckpt.keep._health import allowed_by, health_of, last_resort, why_not_healthy
+from ckpt.keep._keep_policies import All, KeepRules
+from ckpt.keep._questions import SavedStep
+from ckpt.keep._ranking import Metric, rankings_in, value_of
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import while_read
 
@@ -46,19 +47,19 @@ _NAMED_FILES = 5
 
 
 async def is_ours(storage: Storage, step_dir: str) -> bool:
-    """Tell whether there is a manifest in a step directory, damaged or not."""
+    """Return True if the step directory has a manifest, damaged or not."""
     try:
         return await storage.read(step_dir, FILE_NAME, MAX_BYTES) is not None
     except CorruptCheckpointError:
         return True
 
 
-async def spare_others(storage: Storage, step_dir: str) -> None:
-    """Move files that the library did not write out of a directory that is going to be removed.
+async def spare_foreign_files(storage: Storage, step_dir: str) -> None:
+    """Move files that the library did not write out of a directory that will be removed.
 
-    Does nothing if the manifest is damaged, since it lists what the library wrote; if another
-    writer replaces or removes the step directory meanwhile; or if the store removes only what was
-    written.
+    Does nothing if the manifest is damaged, since it lists the files of the library; if another
+    writer replaces or removes the step directory at the same time; or if the store removes only
+    files that the library wrote.
     """
     if storage.keeps_others:
         return
@@ -68,7 +69,7 @@ async def spare_others(storage: Storage, step_dir: str) -> None:
         if known is None:
             return
         others = sorted((await storage.files(step_dir)).keys() - known)
-        # What was listed may be the files of a step that has taken the place of this one.
+        # Another step may have taken the place of this one before the files were listed.
         if not others or await storage.read(step_dir, FILE_NAME, MAX_BYTES) != data:
             return
     except CorruptCheckpointError:
@@ -95,33 +96,33 @@ class Retention:
         self,
         storage: Storage,
         index: StepIndex,
-        policy: Preservation | None,
+        policy: KeepRules | None,
         deletion: Deletion | None,
         observers: tuple[Observer, ...],
         now_ns: Callable[[], int],
     ) -> None:
-        """Keep the steps of `storage` that `policy` wants to have kept.
+        """Keep the steps of `storage` that `policy` keeps.
 
         Args:
             storage: The root.
-            index: Its committed steps.
-            policy: What of them to keep; None, where it was not given, keeps all.
-            deletion: How the others go; None, where it was not given, removes them for good.
-            observers: Told of every deletion.
-            now_ns: Tells the time, in Unix nanoseconds.
+            index: The committed steps of the root.
+            policy: The keep policy; None (not given) keeps all.
+            deletion: How the other steps are deleted; None (not given) removes them permanently.
+            observers: Observers of every deletion.
+            now_ns: Returns the time in Unix nanoseconds.
         """
         self._storage = storage
         self._index = index
         self._told = (policy, deletion)
-        self._policy = PreserveAll() if policy is None else policy
+        self._policy = All() if policy is None else policy
         self._allow = allowed_by(policy)
         deletion = Deletion() if deletion is None else deletion
         self._concurrency = deletion.concurrency
         self._keeps_latest = deletion.keep_latest
         self._spares_foreign = not deletion.orbax_steps
         self._said_spared = False
-        self._ailing = AilingLeaves(storage)
-        # The steps that were said to stay because the newest one is unhealthy.
+        self._unhealthy = UnhealthyLeaves(storage, with_metadata=is_own(self._policy))
+        # Steps that a warning has named as kept because the newest one is unhealthy.
         self._said_last: set[int] = set()
         self._said_unused: set[str] = set()
         self._said_unranked: set[Metric] = set()
@@ -130,96 +131,97 @@ class Retention:
         self._now_ns = now_ns
         # The step that was acknowledged last, or None; set by the saves.
         self.newest: int | None = None
-        # Returns steps that stay whatever the policy says.
-        self.spared: Callable[[], Collection[int]] = tuple
-        # That of the line about each deletion.
+        # Returns steps that stay, whatever the policy answers.
+        self.protected_steps: Callable[[], Collection[int]] = tuple
+        # Log level of the line about each deletion.
         self.log_level = logging.INFO
-        # Made on the engine's loop. Held while steps are deleted after a commit, so that those of
-        # several commits are not more than were asked for, and none is deleted twice.
+        # Set on the engine's loop. Held during the deletions after a commit: the deletions of
+        # several commits then stay within the wanted concurrency, and no step is deleted twice.
         self._preserving: anyio.Lock | None = None
 
     async def prepare(self) -> None:
-        """Make the trash folder, if there is to be one.
+        """Create the trash folder if the policy uses one.
 
         Raises:
+            StorageError: Steps could not be moved into it.
             StorageError: Steps could not be moved into it.
         """
         if self._trash is not None:
             await self._storage.prepare_trash(self._trash)
 
     async def write_down(self) -> None:
-        """Write down in the root what was said of keeping, for people and tools that look at it."""
-        await note_policy(self._storage, *self._told)
+        """Record the policy in the root, for people and tools that look at it."""
+        await record_policy(self._storage, *self._told)
 
     @property
     def keeps_all(self) -> bool:
-        """Whether `preserve` deletes nothing."""
+        """True if `preserve` deletes nothing."""
         return keeps_all(self._policy)
 
     def would_delete(self, found: Mapping[int, IndexedStep]) -> frozenset[int]:
-        """Return the steps that would not stay if these were the steps of the root."""
+        """Return the steps that would be deleted if `found` were the steps of the root."""
         if self.keeps_all:
             return frozenset()
         behind = left_behind(found.values())
         steps = [saved_step(each, behind) for each in found.values()]
         now = self._now_ns() / 1e9
         always = self._latest(found)
-        return frozenset(superfluous_by(self._policy, found, steps, now, always).steps)
+        return frozenset(plan_deletions(self._policy, found, steps, now, always).steps)
 
     def _latest(self, found: Mapping[int, IndexedStep]) -> set[int | None]:
-        """Return the greatest step and the one to resume from, if they stay in any case."""
+        """Return the greatest step and the one to resume from, if these always stay."""
         if not self._keeps_latest:
             return set()
         behind = left_behind(found.values())
         branch = (step for step, each in found.items() if each.created_ns not in behind)
         return {max(found, default=None), max(branch, default=None)}
 
-    async def preserve(self, going: Superfluous | None = None) -> None:
-        """Delete what the policy does not keep: steps, and items of steps; several at a time.
+    async def preserve(self, going: DeletionPlan | None = None) -> None:
+        """Delete the steps and items that the policy does not keep, several at a time.
 
         Args:
-            going: What that is, of `superfluous`; None looks for it. What has become another step
-                since is left.
+            going: Result of `deletion_plan`; None makes the plan. A step that was replaced since is
+                left as it is.
 
         Raises:
-            CheckpointError: Steps could not be deleted; all others were.
+            CheckpointError: Some steps could not be deleted; all others were.
         """
         if self.keeps_all:
             return
         self._preserving = self._preserving or anyio.Lock()
         async with self._preserving:
             if going is None:
-                going = await self.superfluous(await self._index.refresh())
+                going = await self.deletion_plan(await self._index.refresh())
             await self._delete_all(going)
 
-    async def superfluous(
+    async def deletion_plan(
         self,
         found: Mapping[int, IndexedStep],
         steps: Sequence[SavedStep] | None = None,
         *,
         says_spared: bool = True,
-    ) -> Superfluous:
-        """Return what the policy does not keep, of steps that are not pinned.
+    ) -> DeletionPlan:
+        """Return the unpinned steps and items that the policy does not keep.
 
-        What was acknowledged last stays, though older steps may be greater: after a run went back,
-        its new steps are the ones it would resume from. If the newest step is unhealthy, the last
+        The step that was acknowledged last stays, even if older steps have greater numbers: after a
+        run went back, it would resume from its new steps. If the newest step is unhealthy, the last
         healthy one stays, too.
 
         Args:
             found: The steps.
-            steps: The same as policies see them, of `saved_steps`; None reads them.
-            says_spared: Whether to warn of steps of Orbax that stay, of that healthy one, and of
-                one without the metric by which it is ranked.
+            steps: Result of `saved_steps` for the same steps; None reads them.
+            says_spared: True to warn about Orbax steps that stay, about that healthy step, and
+                about a step without the metric that ranks it.
         """
         steps = await self.saved_steps(found) if steps is None else steps
         if says_spared:
-            # In a thread, since the metric may be a function of the user's.
+            # Run in a thread, since the metric may be a function of the user's.
             await run_in_thread(self._say_unranked, steps)
-        # What is not known of a step now is no reason to delete it.
-        always: set[int | None] = {self.newest, *self.spared(), *self._ailing.unread}
+        # A step that cannot be read now stays: missing knowledge is no reason to delete it.
+        always: set[int | None] = {self.newest, *self.protected_steps(), *self._unhealthy.unread}
         always |= self._latest(found)
         now = self._now_ns() / 1e9
-        going = await run_in_thread(superfluous_by, self._policy, found, steps, now, always)
+        going = await run_in_thread(plan_deletions, self._policy, found, steps, now, always)
         if isinstance(self._policy, Mapping):
             spared = [step for step, each in found.items() if each.is_foreign]
             if says_spared:
@@ -233,7 +235,7 @@ class Retention:
         pinned = await pins(self._storage) if going else {}
         going = going.where(lambda step: step not in pinned)
         whole = {each for each in found if each not in going.steps and each not in going.items}
-        # A run goes back to a step of its branch.
+        # The second round looks at the current branch alone, since a run goes back to a step of it.
         for some in (steps, [each for each in steps if not each.left_behind]):
             last = last_resort(some, whole, self._allow, self.newest)
             if last is not None:
@@ -243,16 +245,16 @@ class Retention:
         return going.where(lambda step: step not in whole)
 
     async def saved_steps(self, found: Mapping[int, IndexedStep]) -> list[SavedStep]:
-        """Return steps as the policy sees them."""
-        return await self._ailing.saved_steps(found.values())
+        """Return steps in the form that the policy takes."""
+        return await self._unhealthy.saved_steps(found.values())
 
     def _say_last(self, last: SavedStep, whole: Sequence[SavedStep]) -> None:
-        """Say once that a step stays because it is the last one to go back to."""
+        """Warn once that a step stays because it is the last one to go back to."""
         ill = [each for each in whole if health_of(each, self._allow) == "unhealthy"][-1]
         if last.step not in self._said_last:
             self._said_last.add(last.step)
             logger.warning(
-                "%s: step %d stays whole, though the preservation policy does not keep it: no "
+                "%s: step %d stays whole, though the keep policy does not keep it: no "
                 "newer step is known to be healthy. Step %d: %s",
                 redact(self._storage.location),
                 last.step,
@@ -261,28 +263,28 @@ class Retention:
             )
 
     def _say_spared(self, steps: Sequence[int]) -> None:
-        """Say once that steps of Orbax stay though the policy does not keep them."""
+        """Warn once that steps of other libraries stay though the policy does not keep them."""
         if not steps or self._said_spared:
             return
         self._said_spared = True
         where, listed = redact(self._storage.location), shortened(sorted(steps))
         if isinstance(self._policy, Mapping):
             logger.warning(
-                "%s: steps that Orbax wrote stay whole, since a preservation policy for each item "
-                "is about steps of this library: %s. delete(step) deletes one",
+                "%s: steps that another library wrote stay whole, since a keep policy for "
+                "each item is about steps of this library: %s. delete(step) deletes one",
                 where,
                 listed,
             )
             return
         logger.warning(
-            "%s: steps that Orbax wrote stay, though the preservation policy does not keep "
-            "them: %s. With Deletion(orbax_steps=True) they are deleted, too",
+            "%s: steps that another library wrote stay, though the keep policy does not "
+            "keep them: %s. With Deletion(orbax_steps=True) they are deleted, too",
             where,
             listed,
         )
 
     def _say_unranked(self, steps: Sequence[SavedStep]) -> None:
-        """Say once of each metric that the step that was saved last does not have it."""
+        """Warn once for each metric that the step saved last does not have."""
         last = next((each for each in steps if each.step == self.newest), None)
         for ranking in rankings_in(self._policy):
             metric = ranking.metric
@@ -292,7 +294,7 @@ class Retention:
             names = sorted(last.metrics or ())
             hint = near_miss(metric, names) if isinstance(metric, str) else ""
             logger.warning(
-                "%s: BestN(%r) has no value for step %d, %s%s. Steps without a value %s",
+                "%s: Best(%r) has no value for step %d, %s%s. Steps without a value %s",
                 redact(self._storage.location),
                 metric,
                 last.step,
@@ -302,7 +304,7 @@ class Retention:
             )
 
     def _say_unused(self, found: Mapping[int, IndexedStep]) -> None:
-        """Say once of each pattern of the policy that no step has an item for it."""
+        """Warn once for each pattern of the policy that matches no item of any step."""
         if not isinstance(self._policy, Mapping):
             return
         known = {
@@ -314,14 +316,14 @@ class Retention:
             if pattern not in self._said_unused:
                 self._said_unused.add(pattern)
                 logger.warning(
-                    "%s: the preservation policy of the items %r keeps nothing: the steps have "
+                    "%s: the keep policy of the items %r keeps nothing: the steps have "
                     "the items %s",
                     redact(self._storage.location),
                     pattern,
                     ", ".join(sorted(known)) or "none",
                 )
 
-    async def _delete_all(self, going: Superfluous) -> None:
+    async def _delete_all(self, going: DeletionPlan) -> None:
         limiter = anyio.CapacityLimiter(self._concurrency)
         losing = going.losing()
         errors: list[Exception] = []
@@ -338,7 +340,7 @@ class Retention:
                 except StepPinnedError:
                     logger.debug("step %d is kept: it was pinned just now", step)
                 except Exception as error:
-                    # The others are deleted all the same.
+                    # The other steps are deleted all the same.
                     errors.append(error)
 
         async with anyio.create_task_group() as tasks:
@@ -349,17 +351,18 @@ class Retention:
                 raise ExceptionGroup("steps could not be deleted", errors)
 
     async def _listed(self, step: int, attempt: str) -> dict[str, str | None]:
-        """Return the directories of a step that is still what it was when it was listed, or none.
+        """Return the directories of a step, or none if it has changed since it was listed.
 
-        With each comes the attempt that it has to be of when it is deleted; the one that counts is
-        the last, so that no other one takes its place in between.
+        Each directory comes with the attempt that it must still have when it is deleted. The
+        directory that counts as the step is the last, so that no other directory becomes the step
+        in between.
         """
         step_dirs = await self._index.step_dirs_of(step)
         looked = {step_dir: await self._index.look(step_dir) for step_dir in reversed(step_dirs)}
         chosen = looked[step_dirs[0]] if step_dirs else None
         if chosen is None or chosen.attempt != attempt:
             return {}
-        # What Orbax wrote has no manifest to compare.
+        # A step of Orbax has no manifest to compare.
         return {
             step_dir: None if each is None or each.is_foreign else each.attempt
             for step_dir, each in looked.items()
@@ -367,18 +370,18 @@ class Retention:
         }
 
     async def delete(self, step: int) -> None:
-        """Delete a step, damaged ones too.
+        """Delete a step, even a damaged one.
 
         Raises:
             StepNotFoundError: There is no such step.
-            StepPinnedError: It is pinned.
+            StepPinnedError: The step is pinned.
         """
         with EventRecorder("delete", step, self._observers).failing(time.perf_counter_ns()):
             step_dirs = await self._deletable(step)
         await self._delete(step, dict.fromkeys(reversed(step_dirs)))
 
     async def refuse_missing(self, step: int) -> None:
-        """Raise where `delete` would find nothing to delete; pins are another matter.
+        """Raise if `delete` would find nothing to delete; pins are not checked.
 
         Raises:
             StepNotFoundError: There is no such step.
@@ -390,7 +393,7 @@ class Retention:
         step_dirs = await self._index.step_dirs_of(step)
         if not step_dirs:
             raise await self._index.not_found(step)
-        # What is not a directory is not listed, and not ours.
+        # `step_dirs()` lists directories only; a file or link of that name is not a step.
         listed = set(await self._storage.step_dirs())
         if listed.isdisjoint(step_dirs):
             raise StepNotFoundError(
@@ -407,13 +410,13 @@ class Retention:
         return found
 
     async def _is_step(self, step_dir: str) -> bool:
-        """Tell whether a directory is a step of this library, damaged or not, or one of Orbax."""
+        """Return True if a directory is a step of this library, damaged or not, or of Orbax."""
         return (
             await is_ours(self._storage, step_dir) or await self._index.look(step_dir) is not None
         )
 
     async def _drop(self, found: IndexedStep, going: Mapping[str, str]) -> None:
-        """Take items out of a step, unless it has become another one since it was listed."""
+        """Take items out of a step, unless it was replaced since it was listed."""
         opened = await open_step(self._storage, found.step_dir, found.step)
         if opened is None or opened.manifest.attempt != found.attempt:
             return
@@ -423,14 +426,14 @@ class Retention:
             logger.debug("no item of step %d is dropped: %s", found.step, error)
 
     async def delete_items(self, opened: OpenedStep, going: Mapping[str, str | None]) -> None:
-        """Take items out of a step, each with the policy that does not keep it, or None.
+        """Take items out of a step; each item comes with the policy that does not keep it, or None.
 
         Raises:
-            InvalidArgumentError: There is no such item, or there are no others.
+            InvalidArgumentError: There is no such item, or it is the only one.
             StepPinnedError: The step is pinned.
-            StepDeletedError: It was deleted or replaced meanwhile.
+            StepDeletedError: The step was deleted or replaced at the same time.
         """
-        # What writes manifests takes numpy and jax, which deleting steps does without.
+        # Imported here: writing manifests needs numpy and jax, and deleting steps does not.
         from ckpt._engine.save.item_removal import delete_items
 
         step_dir, manifest = opened.step_dir, opened.manifest
@@ -443,21 +446,21 @@ class Retention:
             )
         async with self._deletion(step):
             async with while_read(self._storage, step_dir, manifest):
-                await spare_others(self._storage, step_dir)
+                await spare_foreign_files(self._storage, step_dir)
             await delete_items(self._storage, step_dir, manifest, going, self._now_ns())
         for item, policy in going.items():
             why = "" if policy is None else f", which {policy} does not keep"
             logger.info("deleted the item %r of step %d%s", item, step, why)
 
     async def _delete(self, step: int, step_dirs: Mapping[str, str | None]) -> None:
-        """Delete directories of a step, each only if it is of the attempt that is given with it."""
+        """Delete directories of a step, each only if it still has its given attempt."""
         if not step_dirs:
             return
         began = time.perf_counter()
         trash, is_gone = None, False
         async with self._deletion(step):
             for step_dir, attempt in step_dirs.items():
-                await spare_others(self._storage, step_dir)
+                await spare_foreign_files(self._storage, step_dir)
                 if self._trash is not None:
                     trash = await self._storage.move(step_dir, self._trash)
                     is_gone = trash is not None
@@ -470,10 +473,10 @@ class Retention:
 
     @contextlib.asynccontextmanager
     async def _deletion(self, step: int) -> AsyncIterator[None]:
-        """Keep readers from pinning a step while the body deletes it; report how that ended.
+        """Keep readers from pinning a step while the body deletes it; report the outcome.
 
         Raises:
-            StepPinnedError: It is pinned already.
+            StepPinnedError: The step is pinned already.
         """
         recorder = EventRecorder("delete", step, self._observers)
         with recorder.ending(time.perf_counter_ns(), skips=StepPinnedError):

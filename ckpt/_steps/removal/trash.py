@@ -1,4 +1,4 @@
-"""The trash of one root: what is in it, and how it comes back or goes for good."""
+"""The trash of one root: listing it, taking steps back from it, and emptying it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt.storage._base import Storage, TrashEntry, undelete_exists
 
 logger = logging.getLogger("ckpt")
 
-# Longer ago than anything.
+# Longer than any step can have been in the trash.
 _LONGEST_SECONDS = 1e10
 
 
@@ -27,8 +27,8 @@ class TrashedStep:
 
     Attributes:
         step: The step.
-        deleted: When it was deleted; timezone-aware, in UTC.
-        path: Where it is, for messages: its directory, or in a bucket its manifest.
+        deleted: Time of the deletion; timezone-aware, in UTC.
+        path: Path of its directory, or in a bucket of its manifest; for messages.
     """
 
     step: int
@@ -47,7 +47,7 @@ class StepTrash:
         trash: str | None,
         now_ns: Callable[[], int],
     ) -> None:
-        """Look into the folder `trash` of `storage`; None if steps are deleted for good."""
+        """Use the folder `trash` of `storage`; None if steps are deleted permanently."""
         self._storage = storage
         self._index = index
         self._names = names
@@ -55,7 +55,7 @@ class StepTrash:
         self._now_ns = now_ns
 
     async def steps(self) -> list[TrashedStep]:
-        """Return what is in the trash, by step and then by time."""
+        """Return the steps in the trash, ordered by step, then by time of deletion."""
         found = [
             TrashedStep(step, _time_of(entry), entry.path)
             for step, entries in (await self._entries()).items()
@@ -64,10 +64,10 @@ class StepTrash:
         return sorted(found, key=lambda each: (each.step, each.deleted))
 
     async def saves_of(self, step: int) -> list[str]:
-        """Return what tells the steps of this number in the trash apart, the latest last.
+        """Return the ids of the saves of this step in the trash, the latest last.
 
         Raises:
-            StepExistsError: The step exists, by whichever of its names.
+            StepExistsError: The step exists, under any of its names.
         """
         for step_dir in await self._index.step_dirs_of(step):
             if await self._index.look(step_dir) is not None:
@@ -76,23 +76,23 @@ class StepTrash:
         return [_save_of(entry) for entry in (await self._entries()).get(step, [])]
 
     async def missing(self, step: int) -> StepNotFoundError:
-        """Return the error for a step that is not in the trash, which says what is."""
+        """Return the error for a step that is not in the trash; it lists the steps that are."""
         steps = shortened(list(await self._entries())) or "no step"
         return StepNotFoundError(
             f"it is not in the trash of {self._storage.location}, which holds {steps}", step=step
         )
 
     async def undelete(self, step: int, save: str) -> str:
-        """Make a step of what is in the trash; return its path.
+        """Take a step back from the trash; return its path.
 
         Args:
             step: The step.
-            save: Which one of that number, of `saves_of`.
+            save: Id of the save, from `saves_of`.
 
         Raises:
-            StepNotFoundError: It is not there any more.
+            StepNotFoundError: The step is no longer in the trash.
             StepExistsError: The step exists again.
-            CorruptCheckpointError: Files of it are missing.
+            CorruptCheckpointError: Files of the step are missing.
         """
         entries = (await self._entries()).get(step, [])
         entry = next((each for each in reversed(entries) if _save_of(each) == save), None)
@@ -104,13 +104,13 @@ class StepTrash:
         return f"{self._storage.location}/{entry.step_dir}"
 
     async def empty(self, older_than: float) -> list[int]:
-        """Remove what was deleted at least that many seconds ago; return the steps."""
+        """Remove steps that were deleted at least so many seconds ago; return their numbers."""
         trash, began = self._folder(), time.perf_counter()
         latest_ns = self._now_ns() - int(min(older_than, _LONGEST_SECONDS) * 1e9)
         removed = []
         for step, entries in (await self._entries()).items():
             for entry in entries:
-                # Clocks of machines differ, and all of it is all of it.
+                # Clocks of machines differ: 0 seconds must remove everything.
                 if not older_than or entry.deleted_ns <= latest_ns:
                     with located(step=step):
                         await self._storage.purge(trash, entry.name)
@@ -122,7 +122,7 @@ class StepTrash:
         return sorted(removed)
 
     async def _entries(self) -> Mapping[int, list[TrashEntry]]:
-        """Return what is in the trash by step, and of each step the latest last."""
+        """Return the entries of the trash by step; for each step, the latest entry is last."""
         found: dict[int, list[TrashEntry]] = {}
         for entry in await self._storage.trashed(self._folder()):
             step = self._names.step(entry.step_dir)
@@ -135,15 +135,14 @@ class StepTrash:
     def _folder(self) -> str:
         if self._trash is None:
             raise InvalidArgumentError(
-                "this manager deletes steps for good. Open it with deletion="
-                'ckpt.policies.Deletion(trash="trash"), and steps that are deleted from then on '
-                "can be taken back"
+                'this manager deletes steps for good. Open it with trash="trash", and steps that '
+                "are deleted from then on can be taken back"
             )
         return self._trash
 
 
 def _save_of(entry: TrashEntry) -> str:
-    # Where every process has its own disk, the copies of a save have that in common.
+    # If every process has its own disk, all copies of a save have the same `save`.
     return entry.save or entry.name
 
 

@@ -1,1 +1,1 @@
-"""Restores of steps: which one, and what of it."""
+"""Restores of steps: the choice of a step and of its items."""

@@ -1,4 +1,4 @@
-"""Which step a restore takes, and where a run goes on: chosen once for all processes of a job."""
+"""The step that a restore takes, or a run goes on from: chosen once for all processes of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt._redaction import redact
 from ckpt._steps.index import IndexedStep, PassedOver, StepIndex
 from ckpt._steps.misplaced import say_misplaced
 from ckpt._steps.opened import OpenedStep
-from ckpt._steps.previous_steps import AilingLeaves
+from ckpt._steps.previous_steps import UnhealthyLeaves
 from ckpt._steps.processes import Processes
 from ckpt.errors import (
     CorruptCheckpointError,
@@ -23,23 +23,23 @@ from ckpt.errors import (
     StepNotFoundError,
     UnsupportedFormatError,
 )
-from ckpt.policies._context import SavedStep
-from ckpt.policies._health import Healthy, why_not_healthy
+from ckpt.keep._health import Healthy, why_not_healthy
+from ckpt.keep._questions import SavedStep
 from ckpt.storage._base import Storage
 
 logger = logging.getLogger("ckpt")
 
-# Of many steps that are passed over, the reasons of the newest ones are told.
+# The largest number of passed-over steps whose reasons are given: those of the newest ones.
 _MOST_TOLD = 5
 
 
 class RunStart(Struct, frozen=True):
-    """Where a run begins or goes on.
+    """The step from which a run goes on, or that it begins from scratch.
 
     Attributes:
-        is_fresh: Whether it begins here, since the root has no steps.
-        healthy: The step that it goes on from, if that was to be healthy.
-        latest: The latest step, on the process that has looked for it; None if it has to be looked
+        is_fresh: True if the run begins from scratch, since the root has no steps.
+        healthy: The step that the run goes on from, if a healthy one was asked for.
+        latest: The latest step, on the process that has looked for it; None if it must be looked
             for again.
     """
 
@@ -52,22 +52,21 @@ class StepChoice:
     """Chooses among the steps of one root. Its coroutines run on the engine's loop."""
 
     def __init__(self, storage: Storage, index: StepIndex, processes: Processes) -> None:
-        """Choose among the steps of `storage`, together with the other processes of the job."""
         self._storage = storage
         self._index = index
         self._processes = processes
-        self._ailing = AilingLeaves(storage)
-        # What was said of steps that were passed over.
+        self._unhealthy = UnhealthyLeaves(storage)
+        # The passed-over steps that a warning has named.
         self._said_passed: set[tuple[int, PassedOver]] = set()
 
     async def start_of_run(self, wanted: Healthy | None) -> RunStart:
-        """Return where the run begins or goes on, after one look at the root for all processes.
+        """Return how the run begins or goes on; one process looks at the root for all.
 
         Args:
-            wanted: It goes on from a step that is healthy by that; None if not.
+            wanted: The health that the step must have; None for any step.
 
         Raises:
-            StepNotFoundError: There are steps, and none of them can be read, or is healthy.
+            StepNotFoundError: There are steps, but none of them can be read, or is healthy.
         """
         latest: OpenedStep | None = None
 
@@ -79,13 +78,14 @@ class StepChoice:
                     latest = await self._processes.steps.open_latest()
                     is_fresh = latest is None
                     if self._index.went_back:
-                        # When the run comes to them again, they have to make way.
+                        # The run will come to these step numbers again and replace the old steps.
                         self.pass_over_all(await self.left_behind())
                 else:
                     chosen = await self._greatest_healthy(wanted, (), goes_back=True)
                     is_fresh = chosen is None
             except (CorruptCheckpointError, UnsupportedFormatError, StepDeletedError):
-                # There is one. The restore meets that again, and raises it or takes another step.
+                # The root has a step. The restore meets this error again, and raises it or takes
+                # another step.
                 is_fresh = False
             if is_fresh and self._index.unreadable:
                 error = self._index.no_step()
@@ -109,16 +109,16 @@ class StepChoice:
         *,
         goes_back: bool,
     ) -> int | None:
-        """Return the latest step that was not tried, for all processes; None without any.
+        """Return the latest step that was not tried, for all processes; None if there is none.
 
         Args:
-            wanted: It has to be healthy by that; None if not.
-            tried: Those that were passed over.
-            damaged: The one that was tried last, and what is wrong with it: a save replaces it.
-            goes_back: Whether the run goes on from it, so that saves replace newer ones.
+            wanted: The health that the step must have; None for any step.
+            tried: The steps that were passed over.
+            damaged: The step that was tried last, and its fault: a save replaces it.
+            goes_back: True if the run goes on from the step, so that saves replace newer ones.
 
         Raises:
-            StepNotFoundError: It has to be healthy, and none is; says what is wrong with them.
+            StepNotFoundError: The step must be healthy, and none is; the error gives the reasons.
         """
 
         async def act() -> int | None:
@@ -136,14 +136,14 @@ class StepChoice:
                 raise self._index.no_step()
             return chosen
 
-        # All of them have to try the same one.
+        # All processes must try the same step.
         chosen = await self._processes.decided("choice", "which step is restored", act)
         return None if chosen is None else check_step(chosen)
 
     async def left_behind(self) -> dict[int, PassedOver]:
         """Return the steps that the run went back behind.
 
-        Disks of a job may not say the same, and there all steps count by their numbers.
+        The disks of a job may differ about them; there, all steps count by their numbers.
         """
         if self._processes.steps is not self._index:
             return {}
@@ -154,16 +154,16 @@ class StepChoice:
     async def _greatest_healthy(
         self, wanted: Healthy, tried: Collection[int], *, goes_back: bool
     ) -> int | None:
-        """Return the greatest healthy step that was not tried; None if there are no others.
+        """Return the greatest healthy step that was not tried; None if there are no other steps.
 
         Raises:
-            StepNotFoundError: There are others; says what is wrong with them.
+            StepNotFoundError: There are others, and none is healthy; the error gives the reasons.
         """
         chosen, passed = await self.healthy_step(wanted, tried)
         if chosen is None and passed:
             raise self._none_healthy(passed)
         if chosen is not None and goes_back:
-            # When the run comes to them again, they have to make way.
+            # The run will come to these step numbers again and replace the old steps.
             self._index.passed_over |= passed
         return chosen
 
@@ -172,7 +172,7 @@ class StepChoice:
     ) -> tuple[int | None, dict[int, PassedOver]]:
         """Return the greatest healthy step that was not tried, and the newer ones, with reasons.
 
-        Without a healthy step that is None, and all. Steps that are passed over are named once.
+        If no step is healthy, return None and all steps. A warning names passed-over steps once.
         """
         reasons = await self.judged(wanted)
         healthy = (step for step, why in reasons.items() if why is None and step not in tried)
@@ -187,12 +187,12 @@ class StepChoice:
         return chosen, passed
 
     async def judged(self, wanted: Healthy) -> dict[int, PassedOver | None]:
-        """Return for each committed step why it is not known to be healthy; None if it is."""
+        """Return for each committed step why it is not known to be healthy; None for healthy."""
         attempts: dict[int, str] = {}
 
         async def see(found: Mapping[int, IndexedStep]) -> list[SavedStep]:
             attempts.update({step: each.attempt for step, each in found.items()})
-            return await self._ailing.saved_steps(found.values())
+            return await self._unhealthy.saved_steps(found.values())
 
         reasons = await self._processes.judged(see, partial(why_not_healthy, allow=wanted.allow))
         behind = await self.left_behind()
@@ -202,24 +202,23 @@ class StepChoice:
         }
 
     def say_passed(self, chosen: int, passed: Mapping[int, PassedOver]) -> None:
-        """Name the steps that are passed over because they are not healthy, once."""
+        """Warn once about steps that are passed over because they are not healthy."""
         if passed and not self._said_passed.issuperset(passed.items()):
             self._said_passed = set(passed.items())
             logger.warning(
                 "%s: step %d is the newest healthy one; newer steps are passed over: %s",
                 redact(self._storage.location),
                 chosen,
-                _told(passed),
+                _join_reasons(passed),
             )
 
     async def pass_over(self, step: int, reason: str) -> None:
-        """Let a save replace a step that is damaged; nothing, if it is gone."""
+        """Let a save replace a damaged step; does nothing if the step is gone."""
         found = await self._processes.steps.refresh()
         if step in found:
             self._index.passed_over[step] = PassedOver(found[step].attempt, reason)
 
     def pass_over_all(self, passed: Mapping[int, PassedOver]) -> None:
-        """Let saves replace these steps."""
         self._index.passed_over |= passed
 
     def _none_healthy(self, passed: Mapping[int, PassedOver]) -> StepNotFoundError:
@@ -227,14 +226,14 @@ class StepChoice:
             "its only step is not" if len(passed) == 1 else f"none of its {len(passed)} steps is"
         )
         return StepNotFoundError(
-            f"{self._storage.location}: {count} known to be healthy: {_told(passed)}. Restore one "
-            "of them by its number, leave out healthy=, or allow leaves whose values are meant "
-            "with healthy=ckpt.policies.Healthy(allow=[...])"
+            f"{self._storage.location}: {count} known to be healthy: {_join_reasons(passed)}. "
+            "Restore one of them by its number, leave out healthy=, or allow leaves whose values "
+            "are meant with healthy=ckpt.keep.Healthy(allow=[...])"
         )
 
 
-def _told(passed: Mapping[int, PassedOver]) -> str:
-    """Return the reasons why steps are passed over, those of the newest first."""
+def _join_reasons(passed: Mapping[int, PassedOver]) -> str:
+    """Return the reasons for passing over steps, those of the newest steps first."""
     told = [f"step {step}: {passed[step].reason}" for step in sorted(passed, reverse=True)]
     more = len(told) - _MOST_TOLD
     return " | ".join(told[:_MOST_TOLD]) + (f" | and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""Adoption: a virtual step is made of what another library wrote, and published."""
+"""Adoption: make a virtual step from a checkpoint of another library, and publish it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import anyio
-
 from ckpt._commit import StepInfo, step_info
 from ckpt._engine.engine import Engine
 from ckpt._engine.save.republication import republish
-from ckpt._engine.save.request import SaveRequest
+from ckpt._engine.save.save_request import SaveRequest
 from ckpt._format.manifest import Manifest, encode, features, sizes
 from ckpt._format.manifest_head import FILE_NAME, FORMAT_VERSION, OWN_FORMAT
+from ckpt._format.metrics import json_metrics, plain_metrics
 from ckpt._redaction import redact
+from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.opened import OpenedStep
-from ckpt._steps.saves.overwrite import make_way
-from ckpt._tree.table import size_text
+from ckpt._steps.saves.overwrite import clear_target
+from ckpt._tree.table import format_bytes
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.storage._base import Attempt, Storage
 
@@ -31,22 +31,22 @@ logger = logging.getLogger("ckpt")
 async def adopt_step(
     opened: OpenedStep, where: str, storage: Storage, request: SaveRequest, engine: Engine
 ) -> StepInfo:
-    """Make a virtual step of a checkpoint that another library wrote.
+    """Make a virtual step from a checkpoint that another library wrote.
 
     Args:
         opened: The checkpoint.
-        where: Where it is, for messages.
+        where: Path of the checkpoint, for messages.
         storage: The root of the new step.
-        request: Its name, and whether it may replace another step. It has no items.
-        engine: Its clock and its versions.
+        request: The name of the new step, and whether it may replace another step; it has no items.
+        engine: Source of the clock and of the recorded versions.
 
     Raises:
-        InvalidArgumentError: The checkpoint is one of this library.
+        InvalidArgumentError: The checkpoint was written by this library.
         StepExistsError: The step exists.
         CorruptCheckpointError: A file of the checkpoint is missing.
         StorageError: A store refused.
     """
-    # Only here, since most programs never need it.
+    # Imported here, since most programs never need it.
     from ckpt._interop.adoption import adopted
     from ckpt._interop.foreign import ForeignCheckpoint, ForeignFiles
 
@@ -58,15 +58,13 @@ async def adopt_step(
         )
     await storage.prepare()
     await storage.sweep()
-    await make_way(storage, request)
+    await clear_target(storage, request)
     began_ns = engine.now_ns()
     new = await adopted(ForeignCheckpoint(old, opened.foreign))
     manifests: list[Manifest] = []
 
     async def write(attempt: Attempt) -> Mapping[str, int]:
-        async with anyio.create_task_group() as tasks:
-            for path, data in new.files.items():
-                tasks.start_soon(storage.write, attempt, path, data)
+        await for_each(lambda path: storage.write(attempt, path, new.files[path]), new.files)
         manifest = Manifest(
             format=OWN_FORMAT,
             version=FORMAT_VERSION,
@@ -76,7 +74,7 @@ async def adopt_step(
             folder=attempt.folder,
             unnamed=old.unnamed,
             items=dict(new.items),
-            metrics=old.metrics,
+            metrics=None if old.metrics is None else plain_metrics(json_metrics(old.metrics)),
             metadata=old.metadata,
             created_ns=began_ns,
             committed_ns=engine.now_ns(),
@@ -91,7 +89,7 @@ async def adopt_step(
         return sizes(manifest, encoded)
 
     with located(step=request.step):
-        await republish(storage, request.step_dir, write, overwrite=request.overwrite)
+        await republish(storage, request.step_dir, write, overwrite=request.replaces_any)
     [manifest] = manifests
     info = step_info(manifest, f"{storage.location}/{request.step_dir}")
     logger.info(
@@ -99,7 +97,7 @@ async def adopt_step(
         "first verify()",
         redact(where),
         redact(info.path),
-        size_text(info.nbytes),
+        format_bytes(info.nbytes),
         len(new.sources),
     )
     return info

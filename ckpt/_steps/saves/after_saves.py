@@ -1,10 +1,10 @@
-"""Reading after saves: a restore waits for what its own manager is saving."""
+"""Reads after saves: a restore first waits for the saves of its own manager."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import anyio
 
@@ -13,7 +13,7 @@ from ckpt._runtime.futures import settled
 from ckpt._steps.restores.step_choice import RunStart
 from ckpt._steps.saves.queue import SaveQueue
 from ckpt.errors import CommitTimeoutError, InvalidArgumentError, StepNotFoundError
-from ckpt.policies._health import Healthy
+from ckpt.keep._health import Healthy
 
 
 class _Reader(Protocol):
@@ -30,21 +30,22 @@ class Service(Protocol):
 
     @property
     def saves(self) -> SaveQueue:
-        """The saves."""
+        """The saves under way."""
 
     @property
     def reader(self) -> _Reader:
-        """Reads what is there."""
+        """The reader of committed steps."""
 
 
-async def restore(service: Service, step: int | None, *given: Any) -> Any:
-    """Restore as `StepReader.restore` does, after the saves under way that may be meant."""
-    async with _after_saves(service, None if step is None else check_step(step)):
-        return await service.reader.restore(step, *given)
+async def restore(service: Service, step: SupportsIndex | None, *given: Any) -> Any:
+    """Restore as `StepReader.restore` does, after the saves under way of `step`, or after all."""
+    number = None if step is None else check_step(step)
+    async with _after_saves(service, number):
+        return await service.reader.restore(number, *given)
 
 
 async def start_of_run(service: Service, healthy: bool | Healthy) -> RunStart:
-    """Return where the run begins or goes on, after all saves under way."""
+    """Return the step from which the run begins or goes on, after all saves under way."""
     async with _after_saves(service, None):
         return await service.reader.start_of_run(healthy)
 
@@ -54,9 +55,9 @@ async def _after_saves(service: Service, step: int | None) -> AsyncIterator[None
     """Wait for the save of `step`, or for all, and run the body, which reads.
 
     Raises:
-        InvalidArgumentError: The step is being saved in parts, and that has not been finalized.
+        InvalidArgumentError: The step is being saved in parts, and was not finalized yet.
         CommitTimeoutError: A save had not ended within the time limit.
-        StepNotFoundError: The body raises it; a save that has failed is its cause.
+        StepNotFoundError: The body raises it; its cause is the error of a save that failed.
     """
     saves = service.saves
     commits = [
@@ -66,7 +67,7 @@ async def _after_saves(service: Service, step: int | None) -> AsyncIterator[None
     ]
     is_in_parts = step in saves.in_parts
     if step is not None and (commits or is_in_parts) and step in await service.reader.all_steps():
-        # It is being replaced, and there as it was.
+        # A save replaces the step: until its commit the old step is there and can be read.
         commits, is_in_parts = [], False
     if is_in_parts:
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""`OpenCommits`: the saves of a manager that are under way, and who hears of those that fail."""
+"""`OpenCommits`: the saves of a manager that are under way, and the reports of failed ones."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ logger = logging.getLogger("ckpt")
 
 OnFailure = Literal["raise", "log"]
 
-# At exit, for input and output under way to end, and for removing what was written: one removal
-# waits for what other programs write to a slow disk.
+# Time at exit for input and output under way to end, and for removing what was written: one removal
+# waits for the writes of other programs to a slow disk.
 _GIVING_UP_SECONDS = 5.0
 
 
 class OpenCommits:
     """The commits of saves under way, and of failed ones that nobody has checked.
 
-    A failure is logged the moment it happens, and raised once: by the calls that wait for its
-    commit, else by the next save, else at the end of the manager, else at that of the interpreter.
+    A failure is logged as soon as it happens, and raised once: by a call that waits for the commit,
+    else by the next save, else when the manager closes, else when the interpreter exits.
     """
 
     def __init__(self, on_failure: OnFailure = "raise") -> None:
-        """Begin without any; with "log", only commits themselves raise what went wrong."""
+        """Begin with no commits; with "log", only the commits themselves raise their errors."""
         self._on_failure = on_failure
-        # With each, where it is saved to.
+        # Each commit with the place to which it is saved.
         self._commits: dict[CommitHooks, tuple[Commit, str]] = {}
-        # Whether one has failed since `are_in_doubt` was asked, also one that was checked.
+        # True if a save has failed since `are_in_doubt` was called, even if its error was checked.
         self._has_failed = False
         self._pid = os.getpid()
 
@@ -50,12 +50,12 @@ class OpenCommits:
             fail_exit()
 
     def are_in_doubt(self, new: CommitHooks) -> bool:
-        """Tell whether, since the save before this new one, one has failed, or may yet fail."""
+        """Return True if a save has failed since the save before `new`, or may still fail."""
         has_failed, self._has_failed = self._has_failed, False
         return has_failed or any(hooks is not new for hooks in list(self._commits))
 
     def under_way(self, where: str | None = None) -> list[Commit]:
-        """Return the commits of saves under way, of one place if it is given."""
+        """Return the commits of saves under way, to one place if `where` is given."""
         return [
             commit
             for commit, place in list(self._commits.values())
@@ -78,9 +78,9 @@ class OpenCommits:
 
         Args:
             hooks: The save.
-            error: What went wrong; a `CommitCancelledError` is what its owner asked for.
-            returned: Whether the call of the save has returned.
-            newest: The newest step that is durable, of a root.
+            error: The error; a `CommitCancelledError` is what the owner of the save asked for.
+            returned: True if the call of the save has returned.
+            newest: The newest durable step of the root.
         """
         commit, where = self._commits[hooks]
         owed = returned and not isinstance(error, CommitCancelledError)
@@ -93,11 +93,11 @@ class OpenCommits:
             self.drop(hooks)
 
     def take(self) -> BaseException | None:
-        """Return failures that nobody has checked, as one error; it is given out once."""
-        return _as_one([error for error, _ in self._take()])
+        """Return the failures that nobody has checked, as one error, and forget them."""
+        return _first_error([error for error, _ in self._take()])
 
     def take_before(self, step: int) -> BaseException | None:
-        """Do the same for a call that raises it instead of beginning to save `step`."""
+        """Do the same for a call that raises the error instead of saving `step`."""
         error = self.take()
         why = (
             "this is the error of an earlier save, whose commit nobody has checked. Nothing of "
@@ -110,15 +110,15 @@ class OpenCommits:
         return error
 
     def excuse(self, new: CommitHooks) -> None:
-        """Count what fails of the saves before a new one as checked: a call has raised it."""
+        """Count the failures of saves before `new` as checked: a call has raised them."""
         self.take()
         for hooks in self._commits:
             hooks.is_excused = hooks.is_excused or hooks is not new
 
     async def failure_after(self, wait: Callable[[], Awaitable[object]]) -> BaseException | None:
-        """Wait; return what failed of the saves that were open before, as one error.
+        """Wait; return the failures of the saves that were open before, as one error.
 
-        Every call that waits gets it, however many there are.
+        Every call that waits gets the error, even if several wait.
         """
         waited = [hooks for hooks in list(self._commits) if not hooks.is_seen]
         with contextlib.ExitStack() as stack:
@@ -127,7 +127,7 @@ class OpenCommits:
             await wait()
         errors = [error for hooks in waited if (error := hooks.owed_error()) is not None]
         self._forget_seen()
-        return _as_one(errors)
+        return _first_error(errors)
 
     def _take(self) -> list[tuple[BaseException, str]]:
         errors = []
@@ -145,11 +145,11 @@ class OpenCommits:
                 self.drop(hooks)
 
     def _cancel_all(self) -> list[tuple[Commit, str]]:
-        """Ask every save under way to stop; return their commits, and where they are saved to."""
+        """Ask every save under way to stop; return the commits and their places."""
         return [each for each in list(self._commits.values()) if each[0].cancel()]
 
     def _tell_unseen(self) -> bool:
-        """Write errors that were not fetched to standard error; return whether there were any."""
+        """Write unchecked errors to standard error; return True if there were any."""
         errors = self._take()
         for error, where in errors:
             sys.stderr.write(
@@ -158,13 +158,13 @@ class OpenCommits:
         return bool(errors)
 
     def finish_at_exit(self, close: Callable[[float], bool], seconds: float) -> None:
-        """At interpreter exit: finish what is under way, and report errors that were not fetched.
+        """At interpreter exit: finish saves under way, and report errors that were not checked.
 
-        What has not ended in time is given up, and the exit status is that of a failure.
+        A save that does not end in time is given up, and the exit status is that of a failure.
 
         Args:
-            close: Waits for so many seconds until all saves have ended; returns whether they have.
-            seconds: How long to wait.
+            close: Waits for so many seconds until all saves have ended; returns True if they have.
+            seconds: Time to wait.
         """
         given_up = []
         if not close(seconds):
@@ -182,18 +182,17 @@ class OpenCommits:
 
 
 def _line(step: int | None, where: str, error: Exception, newest: int | None) -> str:
-    """Return the line about a failed save."""
     kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
     if step is None:
         return redact(f"{where} was NOT saved: {kind}{error}")
-    # The step is named first, so not again.
+    # The line names the step first; do not repeat it.
     reason = f"{kind}{error}".removeprefix(f"step {step}: ").removeprefix(f"step {step}, ")
     durable = "no step is durable yet" if newest is None else f"the newest durable step is {newest}"
     return redact(f"step {step} of {where} was NOT saved: {reason}; {durable}")
 
 
-def _as_one(errors: list[BaseException]) -> BaseException | None:
-    """Return the first error, with a note that says which other steps have failed."""
+def _first_error(errors: list[BaseException]) -> BaseException | None:
+    """Return the first error, with a note about the other steps that failed."""
     if not errors:
         return None
     first = next((each for each in errors if isinstance(each, CheckpointError)), errors[0])
@@ -201,7 +200,7 @@ def _as_one(errors: list[BaseException]) -> BaseException | None:
         numbers = [getattr(each, "step", None) for each in errors if each is not first]
         steps = sorted(each for each in numbers if each is not None)
         note = f"also failed: step{'s' * (len(steps) > 1)} {shortened(steps)}; the log says why"
-        # Several calls may raise it.
+        # The error may be raised by several calls: add the note once.
         if note not in getattr(first, "__notes__", ()):
             first.add_note(note)
     return first

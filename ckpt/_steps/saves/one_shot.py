@@ -1,17 +1,22 @@
-"""The steps of a one-shot save that do not depend on whether its caller waits for it."""
+"""One-shot saves: those that are waited for, those in the background, and those of conversions."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
+
+import anyio.lowlevel
 
 from ckpt._commit import CommitHooks, StepInfo, step_info
 from ckpt._engine.engine import Engine
-from ckpt._engine.save.joint.multihost import JointSave, MultihostSave, SoloSave
-from ckpt._engine.save.request import SaveRequest
+from ckpt._engine.save.multihost.multihost_save import JobSave, MultihostSave, SoloSave
+from ckpt._engine.save.pipeline import save_step
+from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest, do_nothing
+from ckpt._engine.save.time_limit import time_limit
 from ckpt._format.manifest import Manifest
 from ckpt._redaction import redact
-from ckpt._steps.saves.overwrite import make_way, with_plain_metrics
-from ckpt._tree.table import size_text
+from ckpt._steps.saves.overwrite import clear_target, with_plain_metrics
+from ckpt._tree.table import format_bytes
 from ckpt.coordination._peers import Peers
 from ckpt.errors import InvalidArgumentError
 from ckpt.storage._base import Storage
@@ -19,8 +24,8 @@ from ckpt.storage._base import Storage
 logger = logging.getLogger("ckpt")
 
 
-def processes_of(peers: Peers | None, engine: Engine, step_dir: str) -> JointSave:
-    """Return the processes' side of a save.
+def processes_of(peers: Peers | None, engine: Engine, step_dir: str) -> JobSave:
+    """Return the part that this process takes in a save.
 
     Raises:
         InvalidArgumentError: Every process has a disk of its own.
@@ -35,13 +40,37 @@ def processes_of(peers: Peers | None, engine: Engine, step_dir: str) -> JointSav
     return MultihostSave(peers, f"save-{step_dir}", f"the save of {step_dir}")
 
 
-async def prepared(storage: Storage, request: SaveRequest, processes: JointSave) -> SaveRequest:
-    """Make the folder above, remove what dead writers left in it, and make way for the save."""
-    if processes.publishes:
-        await storage.prepare()
-        await storage.sweep()
-        await make_way(storage, request)
-    return await with_plain_metrics(request)
+async def save_one_shot(
+    engine: Engine,
+    storage: Storage,
+    request: SaveRequest,
+    processes: JobSave,
+    hooks: CommitHooks,
+    *,
+    admitted: Callable[[], Awaitable[object]] = anyio.lowlevel.checkpoint,
+    on_snapshot: Callable[[], None] = do_nothing,
+    on_staged: Callable[[], None] = do_nothing,
+    may_write: Callable[[], Awaitable[object]] = anyio.lowlevel.checkpoint,
+) -> Manifest:
+    """Save a checkpoint that no manager looks after; see `save_step`.
+
+    `admitted` waits until the save may stage. Then the parent folder is made, leftovers of dead
+    writers are removed, and the name is cleared.
+    """
+    async with processes.taking_part():
+        async with processes.busy():
+            with time_limit(request.timeout, hooks):
+                await admitted()
+                if processes.publishes:
+                    await storage.prepare()
+                    await storage.sweep()
+                    await clear_target(storage, request)
+                request = await with_plain_metrics(request)
+        snapshot = on_snapshot, on_staged, hooks.watch.began
+        calls = SaveCalls(SaveCall(request.items, request.unnamed, *snapshot))
+        return await save_step(
+            engine, storage, request, hooks, calls, processes, may_write=may_write
+        )
 
 
 def finished(
@@ -52,7 +81,7 @@ def finished(
     logger.info(
         "saved %s: %s in %.2f s (blocked %.2f s)",
         redact(info.path),
-        size_text(info.nbytes),
+        format_bytes(info.nbytes),
         hooks.watch.elapsed,
         hooks.watch.taken.blocked or 0.0,
     )

@@ -1,7 +1,7 @@
-"""What saving costs the training beside it, measured from outside; pure: times are arguments.
+"""Cost of saving for the training beside it, measured from outside; pure: times are arguments.
 
-The manager sees no training step. It sees when it is asked about one, by `save` or `should_save`,
-and which saves were under way in between.
+The manager does not see training steps. It sees the calls of `save` and `should_save`, which name a
+step, and the saves that were under way between these calls.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class _Save(Struct):
     """A save, and the time and the steps that passed while it was under way.
 
     Attributes:
-        began: When it was called.
-        ended: When it was committed, or failed; None while it is under way.
-        blocked: How long its call took.
+        began: Time of the call.
+        ended: Time of the commit; None while it is under way, and after a failure.
+        blocked: Duration of the call.
         passed: Seconds between asks while it was under way; shared with others under way then.
         steps: Training steps in this time, shared likewise.
     """
@@ -35,7 +35,7 @@ class _Save(Struct):
 
 
 class OverheadEstimate:
-    """Medians over the last few training steps and saves; None until there is one.
+    """Medians over the last few training steps and saves; None while there are none.
 
     All times are in seconds of one monotonic clock. Not thread-safe.
     """
@@ -43,17 +43,17 @@ class OverheadEstimate:
     def __init__(self) -> None:
         self._asked: tuple[int, float] | None = None
         self._under_way: dict[Hashable, _Save] = {}
-        # Those that have ended since the last ask: they slowed down some of the time until the
-        # next one.
+        # Saves that have ended since the last ask: they slowed down a part of the time until the
+        # next ask.
         self._just_ended: list[_Save] = []
         self._saves: deque[_Save] = deque(maxlen=_SAVES)
         self._step_seconds: deque[float] = deque(maxlen=_STEPS)
 
     def asked(self, step: int, at: float) -> None:
-        """The manager was asked about a training step; of several times the first counts."""
+        """Note that the manager was asked about a step; the first ask about a step counts."""
         before, self._asked = self._asked, (step, at)
         if before is None or step < before[0]:
-            # The run went back: the time since was not spent on steps.
+            # The run went back: the time since the last ask was not spent on steps.
             self._just_ended.clear()
             return
         if step == before[0]:
@@ -69,16 +69,16 @@ class OverheadEstimate:
             save.steps += steps / len(beside)
 
     def begin_save(self, key: Hashable, at: float) -> None:
-        """A save was called; `key` is any value of its own."""
+        """Note the call of a save; `key` is any value that identifies it."""
         self._under_way[key] = _Save(at)
 
     def end_save(self, key: Hashable, at: float, blocked: float | None) -> None:
-        """A save has ended.
+        """Note the end of a save.
 
         Args:
-            key: As it began; unknown ones are passed over.
-            at: When it was committed.
-            blocked: How long its call took; None if it failed, which would say nothing.
+            key: The key from `begin_save`; unknown keys are ignored.
+            at: Time of the commit.
+            blocked: Duration of the call; None for a failed save, which is not counted.
         """
         save = self._under_way.pop(key, None)
         if save is None:
@@ -102,9 +102,9 @@ class OverheadEstimate:
     def lost_seconds(self) -> float | None:
         """Training time that one save takes.
 
-        That is what the steps beside it took longer than steps do otherwise. It is at least
-        its call took, and no more than the whole save. Where no two asks came without a save in
-        between there is nothing to compare with, and the call is all that is counted.
+        This is the extra time of the steps beside the save, at least the duration of its call and
+        at most that of the whole save. If no two asks came without a save in between, there is no
+        step time to compare with, and only the call counts.
         """
         if not self._saves:
             return None

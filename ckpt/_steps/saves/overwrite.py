@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING
 
 import anyio
 from msgspec.structs import replace
 
 from ckpt._arguments import check_step
-from ckpt._engine.save.request import SaveRequest
+from ckpt._engine.save.save_request import SaveRequest, step_exists
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, peek
 from ckpt._format.metrics import plain_metrics
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import PassedOver
 from ckpt._steps.pins import pins
-from ckpt._steps.removal.retention import is_ours, spare_others
-from ckpt._steps.unreadable import look_closely
-from ckpt.errors import InvalidArgumentError, StepExistsError, StorageError
+from ckpt._steps.removal.retention import is_ours, spare_foreign_files
+from ckpt._steps.unreadable import BEGUN, look_closely
+from ckpt.errors import InvalidArgumentError, SaveSkippedError, StepExistsError, StorageError
 from ckpt.storage._base import Storage
+from ckpt.storage._local.attempts import MARKS
 
 if TYPE_CHECKING:
-    from ckpt._engine.save.joint.multihost import JointSave
+    from ckpt._engine.save.multihost.multihost_save import JobSave
+    from ckpt._steps.root import Root
+    from ckpt._steps.saves.history import SaveHistory
 
 logger = logging.getLogger("ckpt")
 
-# Why steps are saved anew. Those that they replace go to a folder of the root of that name.
+# Why steps are saved anew, by state; the old step goes to a folder of the root with that name.
 _WHY = {
     "damaged": "it is damaged",
     "unhealthy": "it was passed over as not healthy",
@@ -35,10 +38,10 @@ _WHY = {
 
 
 async def with_plain_metrics(request: SaveRequest) -> SaveRequest:
-    """Return a request whose metrics are plain numbers; waits for those that are being computed.
+    """Return the request with plain numbers as metrics; waits for metrics being computed.
 
     Raises:
-        InvalidArgumentError: One of them is not a number.
+        InvalidArgumentError: A metric is not a number.
     """
     if request.metrics is None:
         return request
@@ -46,28 +49,66 @@ async def with_plain_metrics(request: SaveRequest) -> SaveRequest:
     return replace(request, metrics=metrics)
 
 
-async def make_way(
+async def clear_name(
+    root: Root, request: SaveRequest, history: SaveHistory, processes: JobSave
+) -> tuple[SaveRequest, list[str], bool]:
+    """Make way for a save in a root; called by the process that publishes the save.
+
+    Returns:
+        The request as it is to be saved; the step directories that it replaces under other names;
+        and the result of `clear_target`.
+
+    Raises:
+        StepExistsError: As for `clear_target`.
+        SaveSkippedError: As for `clear_target`.
+    """
+    others = await root.other_step_dirs(check_step(request.step))
+    request = await replacing_part(root.storage, request, processes)
+    request = await root.branched(request, history.restored)
+
+    async def is_restored(step_dir: str) -> bool:
+        state, there = history.state, await root.index.look(step_dir)
+        return (
+            state is not None
+            and there is not None
+            and there.attempt == state.attempt
+            and state.is_in(request.items)
+        )
+
+    passed_over = root.index.passed_over
+    is_there = await clear_target(root.storage, request, others, passed_over, is_restored)
+    return request, others, is_there
+
+
+async def clear_target(
     storage: Storage,
     request: SaveRequest,
     others: Sequence[str] = (),
     passed_over: MutableMapping[int, PassedOver] | None = None,
-) -> None:
-    """Raise before anything is staged if the step directory is taken; publishing checks again.
+    is_restored: Callable[[str], Awaitable[bool]] | None = None,
+) -> bool:
+    """Raise if the step directory is taken, before anything is staged; publishing checks again.
 
-    What is going to be replaced is searched for files of others, which are moved out of it. A step
-    that is damaged, or was passed over, is moved aside and kept, where a storage can do that: a run
-    that is started again from the step before comes to the same number every time.
+    A step to be replaced is searched for files of others, which are moved out of it. A step that is
+    damaged, or was passed over, is moved aside and kept if the storage can move it: a run that is
+    started again from the step before comes to the same number every time.
 
     Args:
         storage: The root.
-        request: What is to be saved.
+        request: The save.
         others: Step directories that may be the same step under other names.
-        passed_over: Steps that look whole and were passed over; one that is moved aside goes from
-            it.
+        passed_over: Steps that look whole and were passed over; a step that is moved aside is
+            removed from it.
+        is_restored: Returns True if the state to be saved came from this step directory, unchanged.
+
+    Returns:
+        True if a step is there with which the new one is to be compared once it is written.
 
     Raises:
-        StepExistsError: It is, and is pinned, not to be replaced, or not ours to replace.
+        StepExistsError: A step is there, and it is pinned, not to be replaced, or not ours.
+        SaveSkippedError: A step is there, and it is the same state, or need not be replaced.
     """
+    is_there = False
     for step_dir in (request.step_dir, *others):
         if not await storage.exists(step_dir):
             continue
@@ -78,32 +119,55 @@ async def make_way(
             if passed_over is not None:
                 passed_over.pop(check_step(request.step), None)
             continue
+        if request.step is None and await _may_go(storage, request):
+            continue
         where = f"{storage.location}/{step_dir}"
+        if is_restored is not None and request.if_exists == "equal" and await is_restored(step_dir):
+            raise SaveSkippedError("this state was restored from it")
         if not await is_ours(storage, step_dir):
-            if step_dir != request.step_dir:
-                # It has another name and is not a step, so it is not in the way.
+            if step_dir != request.step_dir or not await storage.exists(step_dir):
+                # The directory has another name and is not a step, or is gone: it is not in the
+                # way.
                 continue
             raise StepExistsError(
                 f"{where} exists and is not a checkpoint of this library, so it is never replaced. "
                 "Delete it or move it away, or choose another name",
                 step=request.step,
             )
-        if not request.overwrite:
+        if request.if_exists == "skip":
+            raise SaveSkippedError("it already exists (if_exists='skip')")
+        if request.if_exists == "equal" and why is None and step_dir == request.step_dir:
+            is_there = True
+            continue
+        if not request.replaces_any:
             state = "" if why is None else f" and is {why.state} ({why.reason})"
-            raise StepExistsError(
-                f"{where} already exists{state} and was not changed. Choose another "
-                f"{'path' if request.step is None else 'step'}, or pass overwrite=True to replace "
-                "it",
-                step=request.step,
-            )
-        await spare_others(storage, step_dir)
+            raise step_exists(f"{where} already exists{state} and was not changed", request.step)
+        await spare_foreign_files(storage, step_dir)
+    return is_there
+
+
+async def _may_go(storage: Storage, request: SaveRequest) -> bool:
+    """Return True if the path of a one-shot save holds nothing of ours and is free to use.
+
+    An empty directory is removed; a checkpoint of Orbax may go if it is to be replaced.
+    """
+    name = request.step_dir
+    # Object stores have no directories, and Orbax's files there would stay beside the new ones.
+    if storage.keeps_others or name not in await storage.step_dirs():
+        return False
+    files = await storage.files(name)
+    if not files:
+        await storage.remove(name)
+        return True
+    is_theirs = FILE_NAME not in files and not files.keys().isdisjoint(MARKS)
+    return request.replaces_any and is_theirs and not any(BEGUN in path for path in files)
 
 
 async def _why_passed_over(
     storage: Storage, request: SaveRequest, step_dir: str, passed_over: Mapping[int, PassedOver]
 ) -> PassedOver | None:
-    """Return what is wrong with the step that is in the way; None for a whole one, or none."""
-    if request.step is None or request.overwrite:
+    """Return the fault of the step in the way; None for a whole step, or if there is none."""
+    if request.step is None or request.replaces_any:
         return None
     known = passed_over.get(request.step)
     data = None if known is None else await storage.read(step_dir, FILE_NAME, MAX_BYTES)
@@ -111,17 +175,18 @@ async def _why_passed_over(
     if known is not None and summary is not None and summary.attempt == known.attempt:
         return known
     if known is not None and data is None and step_dir in await storage.step_dirs():
-        # Of Orbax. It is only moved, so it does not matter if it has become another one.
+        # This is a step of Orbax. It is only moved, so it does no harm if it has become another
+        # step since.
         return known
     found = await look_closely(storage, step_dir, request.step)
     if found is None or found.kind != "damaged":
         return None
-    # A link, or a file, with the name of a step is somebody's own.
+    # A link or a file with the name of a step belongs to somebody else.
     return PassedOver("", found.reason) if step_dir in await storage.step_dirs() else None
 
 
 async def _refuse_pinned(storage: Storage, step: int, step_dir: str, why: PassedOver) -> None:
-    """Raise if a step that is in the way is pinned: somebody looks at it where it is."""
+    """Raise if a step that is in the way is pinned: somebody uses it at this path."""
     pinned = (await pins(storage)).get(step, ())
     if pinned:
         raise StepExistsError(
@@ -144,26 +209,24 @@ async def _move_aside(storage: Storage, step: int, step_dir: str, why: PassedOve
         )
 
 
-async def replacing_part(
-    storage: Storage, request: SaveRequest, processes: JointSave
-) -> SaveRequest:
-    """Return a request that replaces a step which not all disks have, and which so is none.
+async def replacing_part(storage: Storage, request: SaveRequest, processes: JobSave) -> SaveRequest:
+    """Return a request that replaces a step which not all disks have, and so is incomplete.
 
-    Of processes that share a root it is the request itself.
+    If the processes share a root, return the request itself.
 
     Raises:
-        InvalidArgumentError: The request is to overwrite, and every process has its own disk.
+        InvalidArgumentError: The request is to replace, and every process has its own disk.
     """
-    # Here, since copies of steps need no jobs.
-    from ckpt._engine.save.joint.multihost import MultihostSave
+    # Imported here, since copies of steps need no jobs.
+    from ckpt._engine.save.multihost.multihost_save import MultihostSave
     from ckpt.coordination._collectives import gathered
 
     if not (isinstance(processes, MultihostSave) and processes.own_disks):
         return request
-    if request.overwrite:
+    if request.replaces_any:
         raise InvalidArgumentError(
-            "overwrite=True: where processes have disks of their own, not all can be replaced at "
-            "once, and a failure in between would lose the step. Delete it first",
+            "if_exists='replace': where processes have disks of their own, not all can be replaced "
+            "at once, and a failure in between would lose the step. Delete it first",
             step=request.step,
         )
     data = await storage.read(request.step_dir, FILE_NAME, MAX_BYTES)
@@ -171,13 +234,13 @@ async def replacing_part(
     save = None if summary is None else summary.save
     if set(await gathered(processes.operation, save, "replaced")) == {save}:
         return request
-    return replace(request, overwrite=True)
+    return replace(request, if_exists="replace")
 
 
 async def remove_others(storage: Storage, others: Sequence[str]) -> None:
-    """Remove what was a step under other names, now that it is there under the one written now.
+    """Remove the directories of a step under other names, now that its new name is published.
 
-    What cannot be removed is logged: the save has succeeded, and what it wrote is what counts.
+    A directory that cannot be removed is logged: the save itself has succeeded.
     """
     with anyio.CancelScope(shield=True):
         for step_dir in others:

@@ -1,4 +1,4 @@
-"""`OpenSave`: a step that is saved over several calls, from its first part to its end."""
+"""`OpenSave`: a step that is saved over several calls, up to its end."""
 
 from __future__ import annotations
 
@@ -13,50 +13,38 @@ from msgspec.structs import replace
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, CommitHooks
-from ckpt._engine.save.joint.multihost import SoloSave
+from ckpt._engine.save.multihost.multihost_save import SoloSave
 from ckpt._engine.save.pipeline import save_step
-from ckpt._engine.save.request import SaveCall, SaveCalls, SaveRequest
+from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest
 from ckpt._events import EventRecorder
 from ckpt._runtime.loop import EngineLoop, Job
-from ckpt._steps.saves.overwrite import make_way, remove_others, with_plain_metrics
+from ckpt._steps.saves.overwrite import clear_name, remove_others, with_plain_metrics
 from ckpt._steps.saves.queue import SaveQueue
-from ckpt._steps.saves.requests import make_request
+from ckpt._steps.saves.save_arguments import make_request
 from ckpt.errors import CheckpointError, ClosedError, CommitCancelledError, InvalidArgumentError
-
-
-def partial_request(
-    step_dir: str, step: int, metrics: Mapping[str, Any] | None, metadata: Any, *, overwrite: bool
-) -> SaveRequest:
-    """Return the request of a save whose items come later.
-
-    Raises:
-        InvalidArgumentError: Metrics or metadata cannot be written as JSON.
-    """
-    request = make_request(step_dir, step, {}, None, metrics, metadata, overwrite=overwrite)
-    return replace(request, items={})
 
 
 class OpenSave:
     """One partial save, for both of its faces. Its methods may be called from any thread."""
 
     def __init__(self, saves: SaveQueue, request: SaveRequest) -> None:
-        """Make one that has not begun yet; `saves` reports its error if no caller does."""
+        """Make a save that has not begun; `saves` reports its error if no caller does."""
         self.request = request
         self.commit: Commit = Commit(request.step, self.cancel, saves.loop.check_caller)
         self.loop: EngineLoop = saves.loop
-        # Done once parts may come; holds the error where they may not.
+        # Done once parts may come; holds the error if they may not.
         self.opened: Future[None] = Future()
         self._saves = saves
         self._guard = threading.Lock()
         self.job: Job[None] | None = None
-        # Made on the engine's loop.
+        # Set on the engine's loop.
         self._calls: SaveCalls | None = None
-        # Parts for whose snapshot a caller waits.
+        # Parts whose snapshots callers wait for.
         self._waiting: set[Future[None]] = set()
         self._unnamed: bool | None = None
-        # How many parts there are; one that was only checked may still come too late.
+        # The number of parts. A part that was checked is not counted yet: it may come too late.
         self._count = 0
-        # How its owner ended it; or why it was ended for the owner.
+        # How its owner ended it (`_ended`), or why it was ended for the owner (`_reason`).
         self._ended: str | None = None
         self._reason: str | None = None
 
@@ -66,12 +54,12 @@ class OpenSave:
 
     @property
     def is_ended(self) -> bool:
-        """Whether its owner has finalized or discarded it."""
+        """True if its owner has finalized or discarded it."""
         return self._ended is not None
 
     @property
     def ended(self) -> Future[None]:
-        """Done when all of it has ended, cleaning up included."""
+        """Done when the whole save has ended, including its cleanup."""
         if self.job is None:
             done: Future[None] = Future()
             done.set_result(None)
@@ -79,7 +67,7 @@ class OpenSave:
         return self.job.future
 
     def open(self) -> Future[None]:
-        """Begin, unless it has begun; return `opened`."""
+        """Begin the save unless it has begun; return `opened`."""
         with self._guard:
             self._check_open()
             if self.job is None:
@@ -88,14 +76,14 @@ class OpenSave:
         return self.opened
 
     def check_part(self, state: Any, items: Mapping[str, Any] | None) -> SaveRequest:
-        """Return what a part asks for.
+        """Return the request of a part.
 
         Raises:
             InvalidArgumentError: An argument is invalid. Nothing was changed.
             ClosedError: The save has ended.
         """
         step = self.request.step
-        part = make_request(self.request.step_dir, step, state, items, None, None, overwrite=False)
+        part = make_request("", step, state, items, None, None, if_exists="error")
         with self._guard:
             self._check_open()
             if self._unnamed not in (None, part.unnamed):
@@ -123,16 +111,16 @@ class OpenSave:
         return safe
 
     async def _add(self, part: SaveRequest, safe: Future[None], began: float) -> None:
-        def on_safe() -> None:
+        def on_snapshot() -> None:
             self._waiting.discard(safe)
             safe.set_result(None)
 
         self._waiting.add(safe)
         if self._calls is None or self.commit.done():
-            # It ended while the part was on its way.
+            # The save ended before the part arrived.
             self._refuse_waiting()
             return
-        call = SaveCall(part.items, part.unnamed, on_safe, began=began)
+        call = SaveCall(part.items, part.unnamed, on_snapshot, began=began)
         self._calls.add(call)
 
     def _refuse_waiting(self) -> None:
@@ -140,13 +128,13 @@ class OpenSave:
             self._waiting.pop().set_exception(self.failure() or self._closed_error())
 
     def finish(self) -> InvalidArgumentError | None:
-        """Publish it once all parts are durable, and end `commit`.
+        """Publish the step once all parts are durable, and end `commit`.
 
         Returns:
-            What is wrong if there was no part: it is discarded then.
+            The error of a save without any part, which is discarded; None otherwise.
 
         Raises:
-            ClosedError: It has ended.
+            ClosedError: The save has ended.
         """
         with self._guard:
             self._check_open()
@@ -163,7 +151,7 @@ class OpenSave:
         try:
             self.loop.submit(self._finish)
         except BaseException:
-            # The manager is closed, and has spared what is finalized.
+            # The manager was closed, and its `close` has passed over a finalized save.
             self.cancel()
             raise
         return None
@@ -173,10 +161,10 @@ class OpenSave:
             self._calls.finish()
 
     def discard(self) -> None:
-        """Give it up, unless it has failed or was given up already.
+        """Give the save up, unless it has failed or was given up already.
 
         Raises:
-            ClosedError: It was finalized.
+            ClosedError: The save was finalized.
         """
         with self._guard:
             if self._ended == "finalized" and self.failure() is None:
@@ -185,21 +173,20 @@ class OpenSave:
         self.cancel()
 
     def cancel(self) -> None:
-        """Ask for the end of it."""
         if self.job is not None and not self.loop.is_forked:
             self.job.cancel()
 
     def give_up(self, reason: str) -> None:
-        """Discard it and tell its owner why, unless the owner has ended it.
+        """Discard the save and give its owner the reason, unless the owner has ended it.
 
-        Takes no lock, so that it may be called wherever garbage is collected.
+        Takes no lock, so that the garbage collector may call it anywhere.
         """
         if self._ended is None and self.job is not None:
             self._reason = reason
             self.cancel()
 
     def failure(self) -> BaseException | None:
-        """Return why it has failed, or None."""
+        """Return the error of the save if it has failed, or None."""
         return self.commit.exception(0) if self.commit.done() else None
 
     def _check_open(self) -> None:
@@ -216,32 +203,32 @@ class OpenSave:
         )
 
     async def run(self) -> None:
-        """Run it to its end, on the engine's loop."""
+        """Run the save to its end, on the engine's loop."""
         saves, root = self._saves, self._saves.root
         request = replace(self.request, parent=saves.history.parent)
         step = check_step(request.step)
         began_ns = time.perf_counter_ns()
         recorder = EventRecorder("save", request.step, saves.engine.observers)
         hooks = CommitHooks(self.commit)
-        self._calls = SaveCalls(in_parts=True)
-        saves.adopt(hooks, self.commit)
+        self._calls = SaveCalls()
+        saves.commits.adopt(hooks, self.commit, root.storage.location)
         try:
             failure = saves.commits.take_before(step)
             if failure is not None:
                 raise failure
             await root.open()
-            others = await root.other_step_dirs(step)
-            request = await root.branched(request, saves.history.restored)
-            await make_way(root.storage, request, others, root.index.passed_over)
-            self.opened.set_result(None)
             engine = saves.engine
+            alone = SoloSave(engine.arena.capacity)
+            request, others, _ = await clear_name(root, request, saves.history, alone)
+            await root.begin()
+            self.opened.set_result(None)
             manifest = await save_step(
                 engine,
                 root.storage,
                 await with_plain_metrics(request),
                 hooks,
                 self._calls,
-                SoloSave(engine.arena.capacity),
+                alone,
             )
             await remove_others(root.storage, others)
         except BaseException as error:
@@ -266,7 +253,7 @@ class OpenSave:
         returned, newest = self.opened.done(), self._saves.newest
         self._saves.commits.fail(hooks, error, returned=returned, newest=newest)
         if not self.opened.done():
-            # A caller that waits hears how the owner ended it, if that came first.
+            # If the owner ended the save first, a waiting caller gets the error of a closed save.
             self.opened.set_exception(error if self._ended is None else self._closed_error())
         self._refuse_waiting()
         if self._calls is not None:

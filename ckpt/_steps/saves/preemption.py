@@ -1,11 +1,11 @@
-"""`Preemption`: the notice that this run is to end soon, and the last step that follows from it.
+"""`Preemption`: the notice that this run is to end soon, and the resulting last step.
 
-Where `jax.distributed` is initialised, JAX's preemption service takes SIGTERM and lets all
-processes agree on a step. Elsewhere a handler of our own notes the signals that were asked for.
+If `jax.distributed` is initialised, JAX's preemption service takes SIGTERM and lets all processes
+agree on a step. Otherwise a handler of our own notes the signals that the user named.
 
-Handlers make a chain through what each of them replaced, and the table of the operating system is
-its only head. So several managers notice the same signal and may close in any order: one that was
-closed stays in the chain, if others stand on it, and passes everything on.
+Each handler links to the handler that it replaced, and the table of the operating system is the
+only head of this chain. So several managers notice the same signal and may close in any order: a
+closed handler below others stays in the chain and passes every signal on.
 """
 
 from __future__ import annotations
@@ -15,64 +15,46 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import jax
 
-from ckpt._arguments import invalid
 from ckpt.errors import InvalidArgumentError
+from ckpt.save_when._save_policies import signal_name
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 
-# They cannot be handled, or come from the program's own faults: to go on after those is a loop.
-_NO_NOTICES = {
-    signal.SIGKILL,
-    signal.SIGSTOP,
-    signal.SIGABRT,
-    signal.SIGBUS,
-    signal.SIGFPE,
-    signal.SIGILL,
-    signal.SIGSEGV,
-}
-
 
 class Preemption:
-    """Notices preemption signals and says at which step the run ends.
+    """Notes preemption signals, and answers at which step the run ends.
 
     `reached` may be called from any thread; `open` in the main thread only.
     """
 
-    def __init__(self, signals: Iterable[int] = ()) -> None:
-        """Make it; no handler is installed yet.
-
-        Args:
-            signals: The signals that announce the end, such as `(signal.SIGTERM,)`.
-
-        Raises:
-            InvalidArgumentError: They are no signals, or cannot be handled.
-        """
-        self._signals = _check_signals(signals)
+    def __init__(self, signals: tuple[int, ...] = ()) -> None:
+        """Make it without installing handlers; `signals` announce the end."""
+        self._signals = signals
         self._notices: list[_Notice] = []
         self._closed = False
         self._agreed_at: float | None = None
         self._preempted = False
         self._denied: int | None = None
-        # Reentrant: a handler of the program's own may ask while the main thread asks.
+        # Reentrant: a signal handler of the program may call `reached` while the main thread is
+        # in it.
         self._guard = threading.RLock()
-        # Dropped without being closed: there is no listener left, so signals must pass through.
+        # If this object is dropped without being closed, nobody listens: signals must pass through.
         weakref.finalize(self, _retire, self._notices).atexit = False
 
     @property
     def signals(self) -> tuple[int, ...]:
-        """The signals that announce the end."""
         return self._signals
 
     def open(self) -> None:
-        """Install the handlers; only the first call does.
+        """Install the handlers; further calls do nothing.
 
-        SIGTERM is left to JAX where its preemption service listens.
+        SIGTERM is left to JAX if its preemption service listens.
 
         Raises:
             InvalidArgumentError: This is not the main thread; or a signal is handled outside
@@ -87,16 +69,16 @@ class Preemption:
         wanted = [n for n in self._signals if not (n == signal.SIGTERM and _jax_listens())]
         if wanted and threading.current_thread() is not threading.main_thread():
             raise InvalidArgumentError(
-                f"preemption_signals, {', '.join(map(_name, wanted))}: Python lets only the main "
-                "thread install signal handlers, and this is "
+                f"save_when.Preempted, {', '.join(map(signal_name, wanted))}: Python lets only the "
+                "main thread install signal handlers, and this is "
                 f"{threading.current_thread().name!r}; enter the manager in the main thread, or "
-                "leave preemption_signals out"
+                "leave Preempted out"
             )
         notices = [_Notice(number, _live(signal.getsignal(number))) for number in wanted]
         for notice in notices:
             if notice.previous is None:
                 raise InvalidArgumentError(
-                    f"preemption_signals: {_name(notice.number)} has a handler that was not "
+                    f"save_when.Preempted: {signal_name(notice.number)} has a handler that was not "
                     "installed from Python, which could not be put back; choose another signal"
                 )
         for notice in notices:
@@ -106,8 +88,8 @@ class Preemption:
     def close(self) -> None:
         """Put back the handlers that were there before. Idempotent.
 
-        Handlers that others installed meanwhile stay. In another thread than the main one ours
-        stays, too, and passes every signal on.
+        Handlers that others have installed since then stay. Outside the main thread our handlers
+        stay, too, and pass every signal on.
         """
         self._closed = True
         _retire(self._notices)
@@ -116,17 +98,17 @@ class Preemption:
                 notice.put_back()
 
     def reached(self, step: int) -> bool:
-        """Return whether the run is to end at `step`, which has been trained and may be saved.
+        """Return True if the run is to end at `step`, which has been trained and may be saved.
 
-        Every answer is kept: the same step asked again has the same one, also if a signal came in
-        between. After the first step that is preempted, all others are. With `jax.distributed`
-        every process has to ask for every step; the step is then the same on all of them.
+        Every answer is kept: asked again about the same step, it answers the same, even if a signal
+        came in between. After the first preempted step, all others are preempted. With
+        `jax.distributed` every process must ask about every step; the step is then the same on all.
 
-        It does not wait, with one exception: between the notice and the agreement JAX holds this
-        process until the others have answered, which takes milliseconds while they are alive.
+        The call does not wait, with one exception: between the notice and the agreement JAX holds
+        this process until the others have answered, which takes milliseconds while they are alive.
 
         Raises:
-            InvalidArgumentError: As `open`, which this calls if it was not called before.
+            InvalidArgumentError: As for `open`, which this calls if it was not called before.
         """
         with self._guard:
             if step == self._denied:
@@ -139,9 +121,9 @@ class Preemption:
 
     @property
     def noticed_at(self) -> float | None:
-        """When the first signal came, in seconds of `time.monotonic`; None before.
+        """Time of the first signal, in seconds of `time.monotonic`; None before it.
 
-        JAX does not say when it did: the time is then that of the agreed step.
+        JAX does not report the time of the signal: with JAX it is the time of the agreed step.
         """
         times = (self._agreed_at, *(notice.at for notice in self._notices))
         return min((at for at in times if at is not None), default=None)
@@ -152,7 +134,7 @@ class Preemption:
             return self.noticed_at is not None
         if not _jax_listens():
             return False
-        # Where nothing is distributed it is not needed.
+        # Imported here: programs without `jax.distributed` do not need it.
         from jax.experimental import multihost_utils
 
         try:
@@ -165,14 +147,14 @@ class Preemption:
 
 
 class _Notice:
-    """The handler of one signal; the first one it notes, the next ones it passes on."""
+    """The handler of one signal: it notes the first signal and passes on later ones."""
 
     def __init__(self, number: int, previous: _Handler) -> None:
         self.number = number
         self.previous = previous
         self.at: float | None = None
         self.closed = False
-        # Children that were forked (a data loader's workers) have to die of the signal.
+        # Forked children (workers of a data loader) must die of the signal.
         self._pid = os.getpid()
 
     @property
@@ -180,14 +162,14 @@ class _Notice:
         return not self.closed and os.getpid() == self._pid
 
     def put_back(self) -> None:
-        # Python does not know that JAX, initialised since, has replaced the handler.
+        # If JAX was initialised since, it has replaced the handler without telling Python.
         is_jax = self.number == signal.SIGTERM and _jax_listens()
         is_ours = signal.getsignal(self.number) is self
         if is_ours and not is_jax:
             signal.signal(self.number, _live(self))
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        # Runs between any two steps of the main thread: it takes no lock and writes no log.
+        # This runs between any two bytecodes of the main thread: it takes no lock and does not log.
         previous = _live(self.previous)
         if self.at is not None or not self.is_live:
             _pass_on(previous, number, frame)
@@ -196,12 +178,12 @@ class _Notice:
         if isinstance(previous, _Notice):
             previous(number, frame)
         elif number != signal.SIGTERM and _jax_listens():
-            # So JAX tells all processes, though only one of them got this signal.
+            # JAX then tells all processes, although only this one got the signal.
             signal.raise_signal(signal.SIGTERM)
 
 
 def _live(handler: _Handler) -> _Handler:
-    """Return the first handler of a chain that is not one of ours that has ended."""
+    """Return the first handler of a chain that is not one of our ended ones."""
     while isinstance(handler, _Notice) and not handler.is_live:
         handler = handler.previous
     return handler
@@ -214,7 +196,7 @@ def _pass_on(handler: _Handler, number: int, frame: FrameType | None) -> None:
         current = signal.getsignal(number)
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
-        # Not every default ends the process.
+        # A default action may not end the process: put the handler back.
         signal.signal(number, current)
 
 
@@ -224,38 +206,13 @@ def _retire(notices: list[_Notice]) -> None:
 
 
 def _jax_listens() -> bool:
-    """Tell whether SIGTERM goes to JAX's preemption service."""
+    """Return True if SIGTERM goes to JAX's preemption service."""
     is_on = getattr(jax.config, "jax_enable_preemption_service", True)
     return jax.distributed.is_initialized() and bool(is_on)
 
 
 def _service_is_off() -> InvalidArgumentError:
     return InvalidArgumentError(
-        "preemption_signals: jax.distributed is initialised, but JAX's preemption service is off, "
+        "save_when.Preempted: jax.distributed is initialised, but JAX's preemption service is off, "
         "so processes cannot agree on a step; leave jax_enable_preemption_service on"
     )
-
-
-def _check_signals(signals: Iterable[int]) -> tuple[int, ...]:
-    expected = "signals, such as (signal.SIGTERM,)"
-    if isinstance(signals, str | bytes) or not isinstance(signals, Iterable):
-        raise invalid("preemption_signals", signals, expected)
-    found = tuple(signals)
-    for number in found:
-        if type(number) not in (int, signal.Signals) or number not in signal.valid_signals():
-            raise invalid("preemption_signals", number, expected)
-        if number in _NO_NOTICES:
-            raise InvalidArgumentError(
-                f"preemption_signals: {_name(number)} cannot announce the end of a run; expected "
-                f"{expected}"
-            )
-    # Each signal has one handler.
-    return tuple(dict.fromkeys(found))
-
-
-def _name(number: int) -> str:
-    # Real-time signals have none.
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

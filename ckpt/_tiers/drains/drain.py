@@ -1,8 +1,8 @@
-"""The drain of one step: copied to another root whole, or not at all.
+"""The drain of one step: it is copied to another root whole, or not at all.
 
-It is an ordinary copy: compared with its digests on the way, published in one atomic operation, and
-never in the place of another step. A copy that was cut leaves its files; the next one compares them
-and takes over those that are whole, where a storage can do that.
+A drain is an ordinary copy: compared with the digests on the way, published in one atomic
+operation, and never in the place of another step. A copy that was interrupted leaves its files; if
+the storage allows it, the next one compares these files and reuses the whole ones.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from ckpt._conversion.copies.place import CopyPlace
 from ckpt._conversion.copies.step_copy import Pace, StepCopier, at_once
+from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._conversion.copies.steps import CopyRules, copy_pins, copy_step
 from ckpt._events import Event
 from ckpt._steps.index import IndexedStep, StepIndex
@@ -28,17 +28,17 @@ _PLAIN = Standard()
 Outcome = Literal["copied", "there", "damaged", "deleted", "blocked", "given up"]
 
 
-class Drained(Struct, frozen=True):
-    """What has become of a step that was to be drained.
+class DrainResult(Struct, frozen=True):
+    """The outcome of a drain.
 
     Attributes:
         step: The step.
-        outcome: `copied`; `there`, if it was; `damaged` or `deleted`, if it was not copied because
-            of that; `blocked`, if another step has its name in the target; `given up`, if too many
-            newer ones were waiting.
-        nbytes: Bytes that were copied; without those that an earlier drain had copied.
-        seconds: How long that took.
-        reason: Why it was not copied, or None.
+        outcome: `copied`; `there` if the target had it; `damaged` or `deleted` if it could not be
+            copied for that reason; `blocked` if another step has its name in the target; `given
+            up` if too many newer steps were waiting.
+        nbytes: Copied bytes, without those that an earlier drain had copied.
+        seconds: Duration of the copy.
+        reason: Reason why it was not copied, or None.
     """
 
     step: int
@@ -49,16 +49,12 @@ class Drained(Struct, frozen=True):
 
     @property
     def is_safe(self) -> bool:
-        """Whether the target has it."""
+        """True if the target has the step."""
         return self.outcome in ("copied", "there")
 
 
-class MovedBytes:
-    """Counts the bytes of a copy.
-
-    Attributes:
-        nbytes: Those that were copied.
-    """
+class ByteCounter:
+    """Counts the bytes of a copy, in `nbytes`."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -67,7 +63,6 @@ class MovedBytes:
         """Do nothing."""
 
     def move(self, nbytes: int) -> None:
-        """Count bytes that were copied."""
         self.nbytes += nbytes
 
     def __call__(self, event: Event) -> None:
@@ -75,37 +70,40 @@ class MovedBytes:
 
 
 async def drain_step(
-    step: int, source: CopyPlace, target: CopyPlace, pace: Pace = at_once
-) -> Drained:
-    """Copy a committed step with its pins, unless it is there.
+    step: int, source: StepLocation, target: StepLocation, pace: Pace = at_once
+) -> DrainResult:
+    """Copy a committed step with its pins, unless the target has it.
 
     Args:
         step: The step.
-        source: Where it is.
-        target: Where it goes, in a root that was prepared. A sweep of it, afterwards, removes what
-            drains that were cut have left there.
-        pace: Asked before each piece is moved.
+        source: Location of the step.
+        target: Location of the copy, in a root that was prepared. A later sweep of this root
+            removes leftovers of interrupted drains.
+        pace: Awaited before each piece is moved.
 
     Raises:
-        InvalidArgumentError: It would be copied to itself.
+        InvalidArgumentError: The source and the target are the same.
         StorageError: A storage refused.
 
-    Cancellation: nothing can be seen of it, unless it was just being published: then it is whole.
+    Cancellation: nothing of the copy is visible, unless it was just being published: then it is
+    whole.
     """
     began = time.perf_counter()
-    moved = MovedBytes()
+    moved = ByteCounter()
     copier = StepCopier(moved, pace=pace, goes_on=True)
     try:
-        copied = await copy_step(copier, source, step, target, CopyRules(makes_way=True), moved)
+        copied = await copy_step(
+            copier, source, step, target, CopyRules(replaces_older=True), moved
+        )
     finally:
         copier.close()
     if copied.outcome in ("copied", "there"):
-        # The retention of the target may have deleted it already.
+        # The retention of the target may have deleted the copy already.
         with contextlib.suppress(StepNotFoundError):
             await copy_pins(source.storage, step, target)
     seconds = max(time.perf_counter() - began, 0.0)
     assert copied.outcome != "unselected"
-    return Drained(step, copied.outcome, moved.nbytes, seconds, copied.reason)
+    return DrainResult(step, copied.outcome, moved.nbytes, seconds, copied.reason)
 
 
 async def missing(
@@ -114,15 +112,15 @@ async def missing(
     wanted: Collection[int] | None = None,
     names: StepNames = _PLAIN,
 ) -> list[int]:
-    """Return the steps of a root that another one does not have, the newest first.
+    """Return the steps of a root that another root does not have, the newest first.
 
-    A step that was saved anew is missing, too, where the target has the old one.
+    A step that was saved anew is missing, too, if the target has the old one.
 
     Args:
         source: The root.
-        target: The other one, which need not exist.
-        wanted: The steps that are to be there; None for all.
-        names: How the directories of steps are named in both.
+        target: The other root, which need not exist.
+        wanted: The steps to look for; None for all.
+        names: Naming of the step directories in both.
 
     Raises:
         StorageError: A storage refused.
@@ -142,5 +140,5 @@ async def missing(
 
 
 def _identity(step: IndexedStep) -> tuple[int, int, str]:
-    """Return what a copy of a step has in common with it, and no other step."""
+    """Return a key that a step shares with its copies, and with no other step."""
     return step.created_ns, step.committed_ns, step.save

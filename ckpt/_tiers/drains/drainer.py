@@ -1,7 +1,7 @@
 """The drainer: copies steps of one root to another, one at a time, the newest first.
 
-A step that waits is held, so that the retention of its root leaves it. A root that cannot be
-reached is tried again for as long as it takes; the run that makes the steps never waits for that.
+A waiting step is held, so that the retention of its root keeps it. A root that cannot be reached is
+tried again without limit; the run that makes the steps never waits for it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import AsyncIterator, Callable
 import anyio
 from msgspec import Struct
 
-from ckpt._conversion.copies.place import CopyPlace
 from ckpt._conversion.copies.step_copy import Pace
+from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._conversion.copies.steps import refuse_same
 from ckpt._redaction import redact
 from ckpt._steps.pins import pins
-from ckpt._tiers.drains.backlog import DrainBacklog, pause_after
-from ckpt._tiers.drains.drain import Drained, drain_step
-from ckpt._tiers.drains.holds import Holds
+from ckpt._tiers.drains.drain import DrainResult, drain_step
+from ckpt._tiers.drains.drain_backlog import DrainBacklog, pause_after
+from ckpt._tiers.drains.drain_leases import DrainLeases
 from ckpt._tiers.drains.rate import paced
-from ckpt._tiers.drains.way import Way
+from ckpt._tiers.drains.transfer_strategy import TransferStrategy
 from ckpt.errors import StorageError, located
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
@@ -31,35 +31,33 @@ logger = logging.getLogger("ckpt")
 
 _PLAIN = Standard()
 MOST_WAITING = 16
-# To say what has become of a step.
+# Time to note the outcome of a step.
 _LAST_WORDS_SECONDS = 10.0
 
-Told = Callable[[Drained], None]
+OnResult = Callable[[DrainResult], None]
 
 
 class DrainRoute(Struct, frozen=True):
-    """From where to where steps are drained.
+    """The source and target of drains.
 
     Attributes:
-        source: The root that has them.
-        target: The root that gets them. It is made if it is missing.
-        names: How the directories of steps are named in both.
+        source: The root that has the steps.
+        target: The root that gets them; it is created if it is missing.
+        names: Naming of the step directories in both.
     """
 
     source: Storage
     target: Storage
     names: StepNames = _PLAIN
 
-    def place(self, storage: Storage, step: int) -> CopyPlace:
-        """Return where a step is in one of the roots."""
-        return CopyPlace(storage, self.names.name(step))
+    def place(self, storage: Storage, step: int) -> StepLocation:
+        return StepLocation(storage, self.names.name(step))
 
 
-class Copies:
-    """The usual way: each step is copied whole, as it is, the newest first."""
+class WholeStepTransfer:
+    """The usual strategy: each step is copied whole, as it is, the newest first."""
 
     def __init__(self, route: DrainRoute, pace: Pace) -> None:
-        """Copy steps of a route at a pace."""
         self._route = route
         self._pace = pace
 
@@ -67,41 +65,40 @@ class Copies:
         """Do nothing."""
 
     async def next(self, backlog: DrainBacklog) -> int | None:
-        """Return the step that is next in the backlog."""
         return next(iter(backlog.order), None)
 
-    async def drain(self, step: int) -> Drained:
-        """Copy a step."""
+    async def drain(self, step: int) -> DrainResult:
         route = self._route
         source, target = (route.place(root, step) for root in (route.source, route.target))
         return await drain_step(step, source, target, self._pace)
 
-    async def ended(self, drained: Drained) -> None:
+    async def ended(self, drained: DrainResult) -> None:
         """Do nothing."""
 
     async def tidy(self) -> None:
-        """Sweep the target."""
         await self._route.target.sweep()
 
 
-MakeWay = Callable[[DrainRoute, Pace], Way]
+MakeStrategy = Callable[[DrainRoute, Pace], TransferStrategy]
 
 
 class Drainer:
-    """Drains the steps that are asked for; made by `draining`. Used on one event loop."""
+    """Drains the requested steps; made by `draining`. Used on one event loop."""
 
-    def __init__(self, route: DrainRoute, way: Way, told: Told, most_waiting: int) -> None:
+    def __init__(
+        self, route: DrainRoute, strategy: TransferStrategy, on_result: OnResult, most_waiting: int
+    ) -> None:
         self._route = route
-        self._way = way
-        self._told = told
+        self._strategy = strategy
+        self._on_result = on_result
         self._backlog = DrainBacklog(most_waiting)
-        self._holds = Holds(route.source)
+        self._leases = DrainLeases(route.source)
         self._failures = 0
-        # How many steps have ended without that having been told yet.
+        # Number of steps that have ended but are not reported yet.
         self._ending = 0
         self._is_prepared = False
         self._may_have_left = True
-        # Set, and replaced, whenever a task may have waited for that.
+        # Events that are set and replaced whenever a task may wait for such a change.
         self._asked = anyio.Event()
         self._ended = anyio.Event()
         self._is_urgent = anyio.Event()
@@ -112,19 +109,19 @@ class Drainer:
         return self._backlog.left
 
     async def request(self, step: int, save: str = "") -> bool:
-        """Have a step drained.
+        """Ask for a step to be drained.
 
-        From the moment in which this returns the step is held, and its root may be tidied. Of too
-        many steps that wait the oldest one that is not pinned is given up. A step that is there
-        already is passed over.
+        Once this returns, the step is held, and its root may be tidied. If too many steps wait, the
+        oldest one that is not pinned is given up. A step that the target has already is passed
+        over.
 
         Args:
             step: A committed step of the source.
-            save: The save that it is of, where that is known: what has become of a step that is
-                not there can be said of its save alone.
+            save: The save of the step, if known: the outcome of a step that is not there can be
+                noted for its save alone.
 
         Returns:
-            False if there is no such step, which `told` has heard.
+            False if there is no such step; `on_result` was called then.
 
         Raises:
             InvalidArgumentError: The step cannot be named.
@@ -132,28 +129,28 @@ class Drainer:
         Cancellation: the step may be drained all the same.
         """
         name = self._route.names.name(step)
-        is_held = await self._holds.take(step, name)
-        await self._way.add(step, save)
+        is_held = await self._leases.take(step, name)
+        await self._strategy.add(step, save)
         if not is_held:
             where = redact(f"{self._route.source.location}/{name}")
-            await self._end(Drained(step, "deleted", reason=f"{where} is not there"))
+            await self._end(DrainResult(step, "deleted", reason=f"{where} is not there"))
             return False
         self._backlog.add(step)
-        self._asked = _told_again(self._asked)
+        self._asked = _wake_all(self._asked)
         await self._shorten()
         return True
 
     async def finish(self, seconds: float | None = None) -> list[int]:
-        """Wait until all steps are drained or given up, and what dead drains left is swept.
+        """Wait until all steps are drained or given up, and leftovers of dead drains are swept.
 
         Args:
-            seconds: How long to wait at most; None waits for as long as it takes.
+            seconds: Time to wait at most; None waits without limit.
 
         Returns:
             The steps that were not drained in that time, the newest first. Leaving the context
-            stops the drain that is under way; another run can go on with it.
+            stops the drain that is under way; another run can continue it.
         """
-        self._is_urgent = _told_again(self._is_urgent)
+        self._is_urgent = _wake_all(self._is_urgent)
         with anyio.move_on_after(seconds):
             while self._backlog.left or self._ending:
                 await self._ended.wait()
@@ -161,12 +158,12 @@ class Drainer:
         return self._backlog.left
 
     async def work(self) -> None:
-        """Drain what is asked for, for ever."""
+        """Drain the requested steps until cancelled."""
         while True:
             if not self._backlog.waiting:
                 asked = self._asked
                 if self._is_prepared:
-                    # Not before the first drain, which may go on with what is there.
+                    # Not before the first drain, which may continue leftovers.
                     await self._tidy()
                 await asked.wait()
                 continue
@@ -186,43 +183,43 @@ class Drainer:
             await self._end(drained)
 
     async def keep(self) -> None:
-        """Keep the steps that wait from being deleted, for ever."""
-        await self._holds.renew()
+        """Renew the leases of the waiting steps until cancelled."""
+        await self._leases.renew()
 
     async def let_go(self) -> None:
-        """Let all steps go, also when cancelled."""
-        await self._holds.drop_all()
+        """Release all steps, even when cancelled."""
+        await self._leases.drop_all()
 
-    async def _drain_next(self) -> Drained | None:
-        """Drain the step that can be; None if it waits again, or none waits any more."""
+    async def _drain_next(self) -> DrainResult | None:
+        """Drain the next possible step; None if it must wait again, or if no step waits."""
         if not self._is_prepared:
-            # Once only: where a disk that was mounted is gone, its directory must not be made anew.
+            # Once only: if a mounted disk has gone, its directory must not be created anew.
             await self._route.target.prepare()
             self._is_prepared = True
-        step = await self._way.next(self._backlog)
+        step = await self._strategy.next(self._backlog)
         if step is None:
             return None
         self._backlog.begin(step)
-        return await self._way.drain(step)
+        return await self._strategy.drain(step)
 
-    async def _end(self, drained: Drained) -> None:
-        """Let a step go, and tell what has become of it."""
+    async def _end(self, drained: DrainResult) -> None:
+        """Release a step, and report its outcome."""
         self._ending += 1
         try:
-            # Others wait to hear of it, also if this drainer is being left.
+            # Other agents wait for this note, even if this drainer is being left.
             with anyio.move_on_after(_LAST_WORDS_SECONDS, shield=True):
-                await self._way.ended(drained)
+                await self._strategy.ended(drained)
         except StorageError as error:
-            # It is tried again with the next step.
+            # The note is tried again with the next step.
             logger.debug("what has become of step %d was not noted: %s", drained.step, error)
-        # First: who hears of it tidies the root.
-        await self._holds.drop(drained.step)
-        self._told(drained)
+        # Release the step first: the receiver of the result tidies the root.
+        await self._leases.drop(drained.step)
+        self._on_result(drained)
         self._ending -= 1
-        self._ended = _told_again(self._ended)
+        self._ended = _wake_all(self._ended)
 
     async def _shorten(self) -> None:
-        """Give up the oldest steps that are not pinned, of more than may wait."""
+        """If too many steps wait, give up the oldest ones that are not pinned."""
         while self._backlog.is_too_long:
             try:
                 found = await pins(self._route.source)
@@ -237,14 +234,14 @@ class Drainer:
             if step is None:
                 return
             reason = "too many newer steps wait. The target is too slow for so many, or not there"
-            await self._end(Drained(step, "given up", reason=reason))
+            await self._end(DrainResult(step, "given up", reason=reason))
 
     async def _tidy(self) -> None:
-        """Remove what drains that were cut have left, once all that could go on has done so."""
+        """Remove leftovers of interrupted drains, once no step waits to continue one."""
         if not self._may_have_left:
             return
         try:
-            await self._way.tidy()
+            await self._strategy.tidy()
         except StorageError as error:
             logger.debug("what dead writers left was not removed: %s", error)
         else:
@@ -272,7 +269,7 @@ class Drainer:
         self._failures = 0
 
     async def _pause(self) -> None:
-        """Wait before the next try, unless somebody waits for the end."""
+        """Wait before the next try, but not if somebody waits for the end."""
         with anyio.move_on_after(pause_after(self._failures)):
             await self._is_urgent.wait()
 
@@ -280,30 +277,30 @@ class Drainer:
 @contextlib.asynccontextmanager
 async def draining(
     route: DrainRoute,
-    told: Told,
+    on_result: OnResult,
     *,
     bytes_per_second: float | None = None,
     most_waiting: int = MOST_WAITING,
-    way: MakeWay = Copies,
+    strategy: MakeStrategy = WholeStepTransfer,
 ) -> AsyncIterator[Drainer]:
-    """Drain steps for as long as the body runs.
+    """Drain steps while the body runs.
 
     Args:
-        route: From where to where.
-        told: Told once of each step that was asked for, on this loop; it must not block.
-        bytes_per_second: How many bytes are moved a second at most; None for no limit.
-        most_waiting: How many steps may wait.
-        way: How they get there.
+        route: The source and the target.
+        on_result: Called once for each requested step, on this loop; it must not block.
+        bytes_per_second: The most bytes to move per second; None for no limit.
+        most_waiting: The most steps that may wait.
+        strategy: The way in which steps get to the target.
 
     Yields:
-        What takes the requests.
+        The drainer, which takes the requests.
 
     Raises:
         InvalidArgumentError: The roots are the same, or the limit is not a number above 0.
-        What `told` or the body raises.
+        Exception: `on_result` or the body has raised it.
 
-    Cancellation: the drain under way is stopped and leaves nothing that can be seen, and all steps
-    are let go.
+    Cancellation: the drain under way is stopped and leaves nothing visible, and all steps are
+    released.
 
     Example:
         ```python
@@ -313,8 +310,8 @@ async def draining(
         ```
     """
     refuse_same(route.source, route.target)
-    made = way(route, paced(bytes_per_second))
-    drainer = Drainer(route, made, told, most_waiting)
+    made = strategy(route, paced(bytes_per_second))
+    drainer = Drainer(route, made, on_result, most_waiting)
     with located():
         try:
             async with anyio.create_task_group() as tasks:
@@ -326,7 +323,7 @@ async def draining(
             await drainer.let_go()
 
 
-def _told_again(event: anyio.Event) -> anyio.Event:
-    """Wake all that wait for an event; return the one for those that will."""
+def _wake_all(event: anyio.Event) -> anyio.Event:
+    """Wake all waiters of an event; return a new event for later waiters."""
     event.set()
     return anyio.Event()

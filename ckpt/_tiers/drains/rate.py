@@ -12,30 +12,29 @@ from ckpt.errors import InvalidArgumentError
 
 
 class ByteRate:
-    """So many bytes a second. Pure: it is told the time.
+    """A limit of bytes per second. Pure: the time is an argument.
 
-    A piece may begin once all that were promised before it are paid for, so in any time no more
-    than the rate allows is begun, and one piece.
+    A piece may begin once all pieces promised before it are paid for. So in any time, the bytes of
+    the pieces that begin exceed the rate by one piece at most.
     """
 
     def __init__(self, bytes_per_second: float) -> None:
-        """Allow that many."""
         self._rate = bytes_per_second
-        # When all that was promised is paid for.
+        # The time at which all promised pieces are paid for.
         self._free = -math.inf
 
     def wait_for(self, nbytes: int, now: float) -> float:
-        """Promise a piece; return in how many seconds it may begin."""
+        """Promise a piece; return the seconds until it may begin."""
         begins = max(self._free, now)
         self._free = begins + nbytes / self._rate
         return begins - now
 
 
 def paced(bytes_per_second: float | None) -> Pace:
-    """Return a pace that allows that many bytes a second; None sets no limit.
+    """Return a pace with this many bytes per second; None sets no limit.
 
     Raises:
-        InvalidArgumentError: It is not a number above 0.
+        InvalidArgumentError: The rate is not a number above 0.
     """
     if bytes_per_second is None:
         return at_once

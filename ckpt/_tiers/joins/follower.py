@@ -1,7 +1,7 @@
-"""A follower: the keeper of any other part, which brings it where the leader says.
+"""A follower: the agent of any part but the first, which brings it where the leader says.
 
-It decides nothing. It looks which of the steps that wait is being joined, copies its files into
-that attempt, and reports them. Then the step waits again, until the leader says how it has ended.
+It decides nothing. It looks for waiting steps that are being joined, copies its files into their
+attempts, and reports them. Then the step waits again, until the leader announces the outcome.
 """
 
 from __future__ import annotations
@@ -12,15 +12,22 @@ import time
 import anyio
 from msgspec import Struct
 
-from ckpt._conversion.copies.place import CopyPlace
 from ckpt._conversion.copies.step_copy import Pace, StepCopier
-from ckpt._tiers.drains.backlog import DrainBacklog
-from ckpt._tiers.drains.drain import Drained, MovedBytes
+from ckpt._conversion.copies.step_location import StepLocation
+from ckpt._tiers.drains.drain import ByteCounter, DrainResult
+from ckpt._tiers.drains.drain_backlog import DrainBacklog
 from ckpt._tiers.drains.drainer import DrainRoute
-from ckpt._tiers.joins import board as times
-from ckpt._tiers.joins.board import Board, silent_error
-from ckpt._tiers.joins.notes import Ended, Kind, Lead, Led, PartNote, Refusal
-from ckpt._tiers.joins.stored_part import StoredPart, read_part, save_at
+from ckpt._tiers.joins import join_notes as times
+from ckpt._tiers.joins.join_notes import JoinNotes, silent_error
+from ckpt._tiers.joins.join_part import JoinPart, read_part, save_at
+from ckpt._tiers.joins.note_formats import (
+    JoinInProgress,
+    JoinResult,
+    JoinState,
+    Kind,
+    PartNote,
+    Refusal,
+)
 from ckpt.errors import (
     CorruptCheckpointError,
     StepDeletedError,
@@ -36,19 +43,19 @@ logger = logging.getLogger("ckpt")
 
 
 class _Waiting(Struct):
-    """A step that waits, as far as this keeper knows it.
+    """A waiting step, as far as this agent knows it.
 
     Attributes:
-        save: Its save; empty if that cannot be read.
-        seen: The bytes of the lead when it was last looked at; None if there was none.
-        is_new: Whether it was not looked at yet.
-        is_known: Whether the leader knows that it has ended here.
-        doubted: The bytes of an end that the root does not bear out, and until when that is not
-            taken; None if there is none.
-        served: The attempts for which nothing is left to do.
-        begun: Those in which this keeper has begun to write.
-        nbytes: Bytes that were copied.
-        seconds: How long that took.
+        save: Its save; empty if it cannot be read.
+        seen: Bytes of the leader's note at the last look; None if there was none.
+        is_new: True before the first look.
+        is_known: True if the leader knows that the step has ended here.
+        doubted: Bytes of a result that the root contradicts, and the time at which it is accepted
+            anyway; None if there is no such result.
+        served: The attempts in which nothing is left to do.
+        begun: The attempts in which this agent has begun to write.
+        nbytes: Copied bytes.
+        seconds: Duration of the copies.
     """
 
     save: str
@@ -63,24 +70,23 @@ class _Waiting(Struct):
 
 
 class Follower:
-    """Brings one of the parts of each step: the `Way` of all parts but the first."""
+    """Brings one of the parts of each step: the `TransferStrategy` of all parts but the first."""
 
     def __init__(self, route: DrainRoute, pace: Pace, process: int, count: int) -> None:
-        """Bring the part of a process, one of that many."""
+        """Bring the part of process `process`, one of `count`."""
         self._route = route
         self._pace = pace
         self._process, self._count = process, count
-        self._board = Board(route.target)
+        self._notes = JoinNotes(route.target)
         self._waiting: dict[int, _Waiting] = {}
-        # What is still to be refused, and what was refused, by save.
+        # Refusals that are still to be written, and the saves of written ones.
         self._unsaid: dict[str, Refusal] = {}
         self._refused: set[str] | None = None
-        self._found: Lead | None = None
-        # When something of what waits was last heard, and when the root was last looked at.
+        self._found: JoinState | None = None
+        # Times of the last news about a waiting step, and of the last look at the root.
         self._heard = self._looked = 0.0
 
     async def add(self, step: int, save: str) -> None:
-        """Take notice of a step."""
         try:
             save = await save_at(self._route.source, self._route.names.name(step)) or save
         except StorageError as error:
@@ -92,14 +98,14 @@ class Follower:
         self._unsaid.pop(save, None)
 
     async def next(self, backlog: DrainBacklog) -> int | None:
-        """Wait until one of the steps is being joined, or has come to its end.
+        """Wait until one of the steps is being joined, or has ended.
 
         Raises:
-            StorageError: The root refuses, or the leader says nothing.
+            StorageError: The root refuses, or the leader is silent.
         """
         pause = times.FIRST_PAUSE_SECONDS
         while backlog.waiting:
-            await self._take_back()
+            await self._withdraw_refusals()
             await self._refuse()
             is_due = anyio.current_time() - self._looked > times.LOOK_SECONDS
             for step in backlog.order:
@@ -116,15 +122,15 @@ class Follower:
             pause = min(2 * pause, times.LONGEST_PAUSE_SECONDS)
         return None
 
-    async def drain(self, step: int) -> Drained | None:
-        """Bring the part of a step, or tell how the step has ended."""
+    async def drain(self, step: int) -> DrainResult | None:
+        """Bring the part of a step, or return the result of the step if it has ended."""
         waiting, found = self._waiting[step], self._found
         source = self._route.place(self._route.source, step)
-        if isinstance(found, Ended):
+        if isinstance(found, JoinResult):
             outcome = "copied" if found.is_safe and waiting.nbytes else found.outcome
-            return Drained(step, outcome, waiting.nbytes, waiting.seconds, found.reason)
+            return DrainResult(step, outcome, waiting.nbytes, waiting.seconds, found.reason)
         assert found is not None
-        began, moved = time.perf_counter(), MovedBytes()
+        began, moved = time.perf_counter(), ByteCounter()
         try:
             with located(step=step):
                 part = await read_part(source, step, self._process, self._count)
@@ -132,28 +138,28 @@ class Follower:
                 async with while_read(source.storage, source.name, part.manifest):
                     await self._serve(part, found, waiting, moved)
         except StorageError:
-            if not await self._board.is_led(waiting.save, found.attempt):
+            if not await self._notes.is_current(waiting.save, found.attempt):
                 return None
             raise
         except (StepNotFoundError, StepDeletedError):
             reason = f"{source.location} was deleted before it was copied"
-            return Drained(step, "deleted", reason=reason)
+            return DrainResult(step, "deleted", reason=reason)
         except (CorruptCheckpointError, UnsupportedFormatError) as error:
-            return Drained(step, "damaged", reason=error.message)
+            return DrainResult(step, "damaged", reason=error.message)
         finally:
             waiting.nbytes += moved.nbytes
             waiting.seconds += max(time.perf_counter() - began, 0.0)
         return None
 
-    async def ended(self, drained: Drained) -> None:
-        """Tell the leader that a step will not come, unless it knows that."""
+    async def ended(self, drained: DrainResult) -> None:
+        """Tell the leader that a step will not come, unless it knows."""
         waiting = self._waiting.pop(drained.step, None)
         if waiting is not None and waiting.save and not waiting.is_known:
             self._unsaid[waiting.save] = Refusal(drained.outcome, drained.reason)
             await self._refuse()
 
     async def tidy(self) -> None:
-        """Say what is left to be said. The leader sweeps."""
+        """Write refusals that are still to be written. The leader sweeps."""
         await self._refuse()
 
     def _note(self, save: str, attempt: str, kind: Kind) -> PartNote:
@@ -161,113 +167,121 @@ class Follower:
 
     async def _refuse(self) -> None:
         for save, refused in list(self._unsaid.items()):
-            await self._board.put(self._note(save, "", "refused"), refused)
+            await self._notes.put(self._note(save, "", "refused"), refused)
             self._unsaid.pop(save, None)
             if self._refused is not None:
                 self._refused.add(save)
 
-    async def _take_back(self) -> None:
-        """Take back refusals of steps that wait again."""
+    async def _withdraw_refusals(self) -> None:
+        """Withdraw refusals of steps that wait again."""
         if self._refused is None:
-            # Once: an earlier run may have refused them.
+            # Read them once: an earlier run may have written them.
             self._refused = {
                 note.save
-                for note in await self._board.parts()
+                for note in await self._notes.parts()
                 if note.kind == "refused" and note.process == self._process
             }
         again = self._refused & {each.save for each in self._waiting.values()}
-        await self._board.drop([self._note(save, "", "refused") for save in again])
+        await self._notes.drop([self._note(save, "", "refused") for save in again])
         self._refused -= again
 
-    async def _look(self, step: int, *, in_root: bool) -> Lead | None:
-        """Return what is to be done about a step; None if there is nothing yet."""
+    async def _look(self, step: int, *, in_root: bool) -> JoinState | None:
+        """Return the state to act on for a step; None if there is nothing to do yet."""
         waiting = self._waiting.get(step)
         if waiting is None:
-            # It was given up just now.
+            # The step was given up just now.
             return None
         if not waiting.save:
-            # Its manifest is damaged. The leader gets to know that once it wants the step.
-            waiting.save = await self._board.save_led(step) or ""
+            # Its manifest is damaged. Ask for its save: the leader learns of the damage once it
+            # wants the step.
+            waiting.save = await self._notes.save_in_progress(step) or ""
             if not waiting.save:
                 return None
-        found = await self._board.lead(waiting.save)
+        found = await self._notes.state(waiting.save)
         if found.data != waiting.seen:
             waiting.seen, self._heard = found.data, anyio.current_time()
         is_new, waiting.is_new = waiting.is_new, False
-        lead = found.lead
+        state = found.state
         if waiting.doubted is not None and found.data != waiting.doubted[0]:
             waiting.doubted = None
-        if isinstance(lead, Ended):
-            if is_new and lead.is_safe and not await self._is_in_root(step, waiting.save):
-                # It was removed there since, and the leader may take it up again.
+        if isinstance(state, JoinResult):
+            if is_new and state.is_safe and not await self._is_in_root(step, waiting.save):
+                # The step was removed from the root since, and the leader may join it again.
                 waiting.doubted = found.data, anyio.current_time() + times.STALE_SECONDS
             if waiting.doubted is not None and anyio.current_time() < waiting.doubted[1]:
                 return None
-            # An end from before is that of an earlier run, perhaps: its leader may be followed by
-            # one that takes the step up again, and must not wait for this part.
+            # A result from before the first look may be that of an earlier run: its leader may be
+            # followed by one that joins the step again, and that must not wait for this part.
             waiting.is_known = not is_new
-            return lead
-        if isinstance(lead, Led) and lead.attempt not in waiting.served:
-            return lead
+            return state
+        if isinstance(state, JoinInProgress) and state.attempt not in waiting.served:
+            return state
         if in_root and await self._is_in_root(step, waiting.save):
-            # What was noted of it was missed.
+            # The note about the result was missed.
             waiting.is_known = True
-            return Ended(step, "there")
+            return JoinResult(step, "there")
         return None
 
     async def _is_in_root(self, step: int, save: str) -> bool:
         return await save_at(self._route.target, self._route.names.name(step)) == save
 
     async def _serve(
-        self, part: StoredPart, led: Led, waiting: _Waiting, moved: MovedBytes
+        self, part: JoinPart, join: JoinInProgress, waiting: _Waiting, moved: ByteCounter
     ) -> None:
-        """Copy the files of a part into an attempt, and report them, unless it ends before."""
+        """Copy the files of a part into an attempt and report them, unless the attempt ends."""
         save, storage = waiting.save, self._route.target
-        if not await self._may_begin(save, led, waiting):
+        if not await self._may_begin(save, join, waiting):
             return
-        waiting.begun.add(led.attempt)
-        attempt = await storage.join(led.step_dir, led.attempt)
+        waiting.begun.add(join.attempt)
+        attempt = await storage.join(join.step_dir, join.attempt)
         try:
-            is_whole = await self._copy(part, CopyPlace(storage, led.step_dir), attempt, led, moved)
+            is_whole = await self._copy(
+                part, StepLocation(storage, join.step_dir), attempt, join, moved
+            )
         finally:
             with anyio.CancelScope(shield=True):
                 await storage.discard(attempt)
         if is_whole:
-            await self._board.put(self._note(save, led.attempt, "done"), part.report)
-            waiting.served.add(led.attempt)
+            await self._notes.put(self._note(save, join.attempt, "done"), part.report)
+            waiting.served.add(join.attempt)
 
-    async def _may_begin(self, save: str, led: Led, waiting: _Waiting) -> bool:
-        """Tell whether files can be written now, once no other keeper writes them.
+    async def _may_begin(self, save: str, join: JoinInProgress, waiting: _Waiting) -> bool:
+        """Return True if files can be written now, once no other agent writes them.
 
-        Another one is that of a run that has ended, say. What it had under way when it died is in
-        the attempt, and cannot be written again there on a disk.
+        Another agent may be that of a run that has ended. The files that it was writing when it
+        died are in the attempt, and on a disk they cannot be written there again.
         """
-        alive, done = (self._note(save, led.attempt, kind) for kind in ("alive", "done"))
-        if await self._board.begin(alive):
+        alive, done = (self._note(save, join.attempt, kind) for kind in ("alive", "done"))
+        if await self._notes.begin(alive):
             return True
-        while led.attempt not in waiting.begun:
-            notes = await self._board.parts(save)
+        while join.attempt not in waiting.begun:
+            notes = await self._notes.parts(save)
             if done in notes:
-                waiting.served.add(led.attempt)
+                waiting.served.add(join.attempt)
                 return False
-            if not await self._board.is_led(save, led.attempt):
+            if not await self._notes.is_current(save, join.attempt):
                 return False
             if notes.get(alive, times.STALE_SECONDS) >= times.STALE_SECONDS:
                 break
             await anyio.sleep(times.LONGEST_PAUSE_SECONDS)
         if isinstance(self._route.target, LeavesFiles):
-            await self._board.put(self._note(save, led.attempt, "again"), b"{}")
-            waiting.served.add(led.attempt)
+            await self._notes.put(self._note(save, join.attempt, "again"), b"{}")
+            waiting.served.add(join.attempt)
             return False
         return True
 
     async def _copy(
-        self, part: StoredPart, target: CopyPlace, attempt: Attempt, led: Led, moved: MovedBytes
+        self,
+        part: JoinPart,
+        target: StepLocation,
+        attempt: Attempt,
+        join: JoinInProgress,
+        moved: ByteCounter,
     ) -> bool:
-        """Copy the files of a part; False if the attempt has ended before."""
+        """Copy the files of a part; return False if the attempt ends before."""
         copier = StepCopier(moved, pace=self._pace, goes_on=True)
         is_whole = False
-        alive = self._note(part.manifest.save, led.attempt, "alive")
+        alive = self._note(part.manifest.save, join.attempt, "alive")
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._sign, alive, tasks.cancel_scope)
@@ -279,12 +293,12 @@ class Follower:
         return is_whole
 
     async def _sign(self, alive: PartNote, scope: anyio.CancelScope) -> None:
-        """Show that this keeper is alive, until the attempt has ended."""
+        """Renew the sign of life of this agent, until the attempt has ended."""
         while True:
             await anyio.sleep(times.SIGN_SECONDS)
             try:
-                is_wanted = await self._board.sign(alive)
-                if not is_wanted or not await self._board.is_led(alive.save, alive.attempt):
+                is_wanted = await self._notes.sign(alive)
+                if not is_wanted or not await self._notes.is_current(alive.save, alive.attempt):
                     scope.cancel()
             except StorageError as error:
                 logger.debug("a sign of life was not given: %s", error)

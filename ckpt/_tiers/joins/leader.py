@@ -1,7 +1,7 @@
-"""The leader: the keeper of part 0, which decides what is joined, and publishes it.
+"""The leader: the agent of part 0, which decides which steps are joined, and publishes them.
 
-It begins an ordinary attempt and says so. While it copies its own files into it, the keepers of the
-other parts do the same. Once all have reported, the step is an attempt like any other.
+It begins an ordinary attempt and announces it. While it copies its own files into it, the agents of
+the other parts do the same. Once all have reported, the step is an attempt like any other.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from typing import TYPE_CHECKING
 import anyio
 from msgspec.structs import replace
 
-from ckpt._conversion.copies.place import CopyPlace, has_files
 from ckpt._conversion.copies.step_copy import Pace, StepCopier, is_only_cut
+from ckpt._conversion.copies.step_location import StepLocation, has_files
 from ckpt._conversion.copies.steps import copy_pins
 from ckpt._engine.save.republication import republish
 from ckpt._format.manifest import Manifest, sizes
 from ckpt._format.manifest_head import FILE_NAME
+from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
-from ckpt._tiers.drains.backlog import DrainBacklog
-from ckpt._tiers.drains.drain import Drained, MovedBytes, Outcome
+from ckpt._tiers.drains.drain import ByteCounter, DrainResult, Outcome
+from ckpt._tiers.drains.drain_backlog import DrainBacklog
 from ckpt._tiers.drains.drainer import DrainRoute
-from ckpt._tiers.joins import board as times
-from ckpt._tiers.joins.board import Board, silent_error
-from ckpt._tiers.joins.notes import Ended, Led, PartNote, refusal_of
-from ckpt._tiers.joins.stored_part import StoredPart, read_part, save_at
+from ckpt._tiers.joins import join_notes as times
+from ckpt._tiers.joins.join_notes import JoinNotes, silent_error
+from ckpt._tiers.joins.join_part import JoinPart, read_part, save_at
+from ckpt._tiers.joins.note_formats import JoinInProgress, JoinResult, PartNote, decode_refusal
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -40,53 +41,54 @@ from ckpt.errors import (
     UnsupportedFormatError,
     located,
 )
-from ckpt.storage._base import Attempt, LeavesFiles
+from ckpt.storage._base import Attempt
 from ckpt.storage._manifests import note_branch, read_manifest
 
 if TYPE_CHECKING:
-    from ckpt._conversion.joined.joined_step import JoinedStep
+    from ckpt._conversion.assembly.assembled_step import AssembledStep
 
 logger = logging.getLogger("ckpt")
 
 
-def _joined_step(first: Manifest, reports: Sequence[bytes], attempt: Attempt) -> JoinedStep:
-    """Make the step that an attempt will become, in a thread; see `joined_step`."""
-    # Here, since a keeper does without jax until there is something to join.
-    from ckpt._conversion.joined.joined_step import JoinPlace, joined_step
+def _assemble_step(first: Manifest, reports: Sequence[bytes], attempt: Attempt) -> AssembledStep:
+    """Assemble the step that an attempt will become, in a thread; see `assemble_step`."""
+    # Imported here, since an agent does without jax until there is something to join.
+    from ckpt._conversion.assembly.assembled_step import AssemblyTarget, assemble_step
 
-    return joined_step(first, reports, JoinPlace(attempt.step_dir, attempt.id, attempt.folder))
+    return assemble_step(
+        first, reports, AssemblyTarget(attempt.step_dir, attempt.id, attempt.folder)
+    )
 
 
-class _EndedError(CheckpointError):
-    """The step was ended by another keeper; carries how."""
+class _JoinEndedError(CheckpointError):
+    """Another agent has ended the join; carries the result."""
 
-    def __init__(self, ended: Ended) -> None:
+    def __init__(self, ended: JoinResult) -> None:
         super().__init__(ended.reason or ended.outcome)
         self.ended = ended
 
 
-class _OutdoneError(CheckpointError):
-    """Another keeper leads the step, too, and was the last to say so: this one gives way."""
+class _OtherLeaderError(CheckpointError):
+    """Another agent leads the step, too, and was the last to announce it: this one gives way."""
 
 
 class Leader:
-    """Leads the parts of steps into the root: the `Way` of part 0."""
+    """Leads the parts of steps into the root: the `TransferStrategy` of part 0."""
 
     def __init__(self, route: DrainRoute, pace: Pace, count: int) -> None:
-        """Lead that many parts."""
         self._route = route
         self._pace = pace
         self._count = count
-        self._board = Board(route.target)
+        self._notes = JoinNotes(route.target)
         self._saves: dict[int, str] = {}
-        # What is still to be said of saves.
-        self._untold: dict[str, Ended] = {}
-        # The ids of those that were begun here.
+        # Results by save that are still to be written.
+        self._untold: dict[str, JoinResult] = {}
+        # Ids of the attempts that were begun here.
         self._attempts: set[str] = set()
         self._swept = -math.inf
 
     async def add(self, step: int, save: str) -> None:
-        """Remember which save a step is of, for what has to be said once it is gone."""
+        """Remember the save of a step, for its result after the step is gone."""
         route = self._route
         self._saves[step] = save
         try:
@@ -95,92 +97,90 @@ class Leader:
             logger.debug("step %d cannot be read: %s", step, error)
 
     async def next(self, backlog: DrainBacklog) -> int | None:
-        """Return the step that is next in the backlog: the leader decides."""
+        """Return the next step of the backlog: the leader decides."""
         await self._tell()
         return next(iter(backlog.order), None)
 
-    async def drain(self, step: int) -> Drained | None:
-        """Join a step."""
-        began, moved = time.perf_counter(), MovedBytes()
+    async def drain(self, step: int) -> DrainResult | None:
+        began, moved = time.perf_counter(), ByteCounter()
         route = self._route
         source, target = (route.place(root, step) for root in (route.source, route.target))
         try:
             with located(step=step):
                 part = await read_part(source, step, 0, self._count)
                 save = self._saves[step] = part.manifest.save
-                await self._give_way(save, step)
-                ended = await self._joined(step, part, target, moved)
-                # The retention of the root may have deleted it already.
+                await self._wait_for_other_leader(save, step)
+                ended = await self._join_unless_there(step, part, target, moved)
+                # The retention of the root may have deleted the step already.
                 with contextlib.suppress(StepNotFoundError):
                     await copy_pins(source.storage, step, target)
         except StorageError:
             raise
-        except _OutdoneError:
+        except _OtherLeaderError:
             return None
         except CheckpointError as error:
-            ended = _end_by(error, step, source)
+            ended = _result_of_error(error, step, source)
         seconds = max(time.perf_counter() - began, 0.0)
-        return Drained(step, ended.outcome, moved.nbytes, seconds, ended.reason)
+        return DrainResult(step, ended.outcome, moved.nbytes, seconds, ended.reason)
 
-    async def ended(self, drained: Drained) -> None:
-        """Tell the others what has become of a step, and remove what they have said of it."""
+    async def ended(self, drained: DrainResult) -> None:
+        """Publish the result of a step, and remove the notes of the other agents about it."""
         save = self._saves.pop(drained.step, "")
         if save:
-            self._untold[save] = Ended(drained.step, drained.outcome, drained.reason)
+            self._untold[save] = JoinResult(drained.step, drained.outcome, drained.reason)
             await self._tell()
             if anyio.current_time() - self._swept > times.KEPT_SECONDS:
                 await self._sweep_notes()
 
     async def tidy(self) -> None:
-        """Sweep the root, and notes that are needed no more."""
+        """Sweep the root and unneeded notes."""
         await self._tell()
         await self._route.target.sweep()
         await self._sweep_notes()
 
     async def _sweep_notes(self) -> None:
-        await self._board.sweep()
+        await self._notes.sweep()
         self._swept = anyio.current_time()
 
     async def _tell(self) -> None:
         for save, ended in list(self._untold.items()):
-            await self._board.put_lead(save, ended)
+            await self._notes.put_state(save, ended)
             self._untold.pop(save, None)
-            await self._board.drop(await self._board.parts(save))
+            await self._notes.drop(await self._notes.parts(save))
 
-    async def _give_way(self, save: str, step: int) -> None:
-        """Wait while another keeper leads the step: that of a run that has ended, say.
+    async def _wait_for_other_leader(self, save: str, step: int) -> None:
+        """Wait while another agent leads the step, for example that of a run that has ended.
 
         Raises:
-            _EndedError: It has brought it to its end.
+            _JoinEndedError: That agent has ended the join.
         """
-        seen, heard = await self._board.lead(save), anyio.current_time()
+        seen, heard = await self._notes.state(save), anyio.current_time()
         first, pause = seen, times.FIRST_PAUSE_SECONDS
-        while isinstance(seen.lead, Led) and await self._may_live(seen.lead):
+        while isinstance(seen.state, JoinInProgress) and await self._may_live(seen.state):
             if anyio.current_time() - heard > times.STALE_SECONDS:
                 return
             await anyio.sleep(pause)
             pause = min(2 * pause, times.LONGEST_PAUSE_SECONDS)
-            before, seen = seen, await self._board.lead(save)
+            before, seen = seen, await self._notes.state(save)
             if seen.data != before.data:
                 heard = anyio.current_time()
-        if isinstance(seen.lead, Ended) and seen is not first:
-            raise _EndedError(seen.lead)
+        if isinstance(seen.state, JoinResult) and seen is not first:
+            raise _JoinEndedError(seen.state)
 
-    async def _may_live(self, led: Led) -> bool:
-        """Tell whether another keeper may still write the attempt of a lead."""
-        return led.attempt not in self._attempts and any(
-            each.id == led.attempt and each.is_live is not False
+    async def _may_live(self, join: JoinInProgress) -> bool:
+        """Return True if another agent may still write this attempt."""
+        return join.attempt not in self._attempts and any(
+            each.id == join.attempt and each.is_live is not False
             for each in await self._route.target.attempts()
         )
 
-    async def _joined(
-        self, step: int, part: StoredPart, target: CopyPlace, moved: MovedBytes
-    ) -> Ended:
-        """Join a step, unless it is there."""
+    async def _join_unless_there(
+        self, step: int, part: JoinPart, target: StepLocation, moved: ByteCounter
+    ) -> JoinResult:
         storage, save = target.storage, part.manifest.save
-        found = await _found(save, target)
+        found = await _target_state(save, target)
         if found == "there":
-            return Ended(step, "there")
+            return JoinResult(step, "there")
         is_left = False
 
         async def write(attempt: Attempt) -> Mapping[str, int]:
@@ -188,23 +188,21 @@ class Leader:
             try:
                 with located(step=step):
                     return await self._write(part, target, attempt, moved)
-            except (StorageError, _OutdoneError) as error:
+            except (StorageError, _OtherLeaderError) as error:
                 is_left = is_only_cut(error)
                 raise
             except CheckpointError as error:
-                # Before the attempt is removed: otherwise the others find their files gone, first.
+                # Write the result before the attempt is removed: otherwise the other agents first
+                # find their files gone.
                 with contextlib.suppress(StorageError):
-                    await self._board.put_lead(save, _end_by(error, step, part.place))
+                    await self._notes.put_state(save, _result_of_error(error, step, part.place))
                 raise
             except anyio.get_cancelled_exc_class():
                 is_left = True
                 raise
 
         async def give_up(attempt: Attempt) -> None:
-            if is_left and isinstance(storage, LeavesFiles):
-                await storage.leave(attempt)
-            else:
-                await storage.discard(attempt, joined=True)
+            await storage.discard(attempt, joined=True, keep_files=is_left)
 
         try:
             with located(step=step):
@@ -212,36 +210,34 @@ class Leader:
                     storage, target.name, write, overwrite=found == "damaged", give_up=give_up
                 )
         except StepExistsError:
-            if await _found(save, target) != "there":
+            if await _target_state(save, target) != "there":
                 raise
-            return Ended(step, "there")
-        return Ended(step, "copied")
+            return JoinResult(step, "there")
+        return JoinResult(step, "copied")
 
     async def _write(
-        self, part: StoredPart, target: CopyPlace, attempt: Attempt, moved: MovedBytes
+        self, part: JoinPart, target: StepLocation, attempt: Attempt, moved: ByteCounter
     ) -> Mapping[str, int]:
-        """Write an attempt together with the keepers of the other parts; return its files."""
+        """Write an attempt together with the agents of the other parts; return its files."""
         storage, manifest = target.storage, part.manifest
         assert manifest.step is not None
-        led = Led(manifest.step, target.name, attempt.id, self._count)
+        join = JoinInProgress(manifest.step, target.name, attempt.id, self._count)
         async with anyio.create_task_group() as tasks:
             self._attempts.add(attempt.id)
-            await self._board.put_lead(manifest.save, led)
-            tasks.start_soon(self._sign, manifest.save, led)
+            await self._notes.put_state(manifest.save, join)
+            tasks.start_soon(self._sign, manifest.save, join)
             async with anyio.create_task_group() as both:
                 both.start_soon(self._copy, part, target, attempt, moved)
-                reports = await self._reports(manifest.save, led)
-            step = await run_in_thread(_joined_step, manifest, [part.report, *reports], attempt)
-            async with anyio.create_task_group() as writes:
-                for path, data in step.files.items():
-                    writes.start_soon(storage.write, attempt, path, data)
+                reports = await self._reports(manifest.save, join)
+            step = await run_in_thread(_assemble_step, manifest, [part.report, *reports], attempt)
+            await for_each(lambda path: storage.write(attempt, path, step.files[path]), step.files)
             await note_branch(storage, step.manifest.left_behind)
             await storage.write(attempt, FILE_NAME, step.encoded)
             tasks.cancel_scope.cancel()
         return sizes(step.manifest, step.encoded)
 
     async def _copy(
-        self, part: StoredPart, target: CopyPlace, attempt: Attempt, moved: MovedBytes
+        self, part: JoinPart, target: StepLocation, attempt: Attempt, moved: ByteCounter
     ) -> None:
         copier = StepCopier(moved, pace=self._pace, goes_on=True)
         try:
@@ -249,41 +245,41 @@ class Leader:
         finally:
             copier.close()
 
-    async def _sign(self, save: str, led: Led) -> None:
-        """Show that this keeper is alive, for ever."""
+    async def _sign(self, save: str, join: JoinInProgress) -> None:
+        """Renew the sign of life of this agent until cancelled."""
         while True:
             await anyio.sleep(times.SIGN_SECONDS)
-            led = replace(led, sign=led.sign + 1)
+            join = replace(join, sign=join.sign + 1)
             try:
-                await self._board.put_lead(save, led)
+                await self._notes.put_state(save, join)
             except StorageError as error:
                 logger.debug("a sign of life was not given: %s", error)
 
-    async def _reports(self, save: str, led: Led) -> list[bytes]:
+    async def _reports(self, save: str, join: JoinInProgress) -> list[bytes]:
         """Wait for the reports of all other parts.
 
         Raises:
-            _EndedError: One of them will not come, or the step is there by now.
-            _OutdoneError: Another keeper leads it.
-            StorageError: A keeper says nothing, or has to begin again.
+            _JoinEndedError: A part will not come, or the step is there by now.
+            _OtherLeaderError: Another agent leads the step.
+            StorageError: An agent is silent, or must begin again.
         """
         found: dict[int, bytes] = {}
         others, began = set(range(1, self._count)), anyio.current_time()
         looked, pause = began, times.FIRST_PAUSE_SECONDS
         while True:
-            if not await self._board.is_led(save, led.attempt):
-                raise _OutdoneError("another keeper leads the step")
+            if not await self._notes.is_current(save, join.attempt):
+                raise _OtherLeaderError("another agent leads the step")
             if anyio.current_time() - looked > times.LOOK_SECONDS:
                 looked = anyio.current_time()
-                if await save_at(self._route.target, led.step_dir) == save:
-                    raise _EndedError(Ended(led.step, "there"))
-            notes = await self._board.parts(save)
-            await self._look_for_refusals(led, notes)
-            done = [note for note in notes if note.kind == "done" and note.attempt == led.attempt]
+                if await save_at(self._route.target, join.step_dir) == save:
+                    raise _JoinEndedError(JoinResult(join.step, "there"))
+            notes = await self._notes.parts(save)
+            await self._look_for_refusals(join, notes)
+            done = [note for note in notes if note.kind == "done" and note.attempt == join.attempt]
             for note in done:
                 report = None
                 if note.process in others - found.keys():
-                    report = await self._board.read(note)
+                    report = await self._notes.read(note)
                 if report is not None:
                     found[note.process] = report
                     pause = times.FIRST_PAUSE_SECONDS
@@ -293,7 +289,7 @@ class Leader:
             silence = {
                 note.process: age
                 for note, age in notes.items()
-                if note.kind == "alive" and note.attempt == led.attempt
+                if note.kind == "alive" and note.attempt == join.attempt
             }
             silent = [
                 process
@@ -301,46 +297,46 @@ class Leader:
                 if silence.get(process, waited) > times.SILENT_SECONDS
             ]
             if silent:
-                raise silent_error(_named(silent, self._count), self._where(led))
+                raise silent_error(_describe_processes(silent, self._count), self._where(join))
             await anyio.sleep(pause)
             pause = min(2 * pause, times.LONGEST_PAUSE_SECONDS)
 
-    async def _look_for_refusals(self, led: Led, notes: Collection[PartNote]) -> None:
+    async def _look_for_refusals(self, join: JoinInProgress, notes: Collection[PartNote]) -> None:
         for note in notes:
             if not 0 < note.process < self._count:
                 continue
-            who = _named([note.process], self._count)
+            who = _describe_processes([note.process], self._count)
             if note.kind == "refused":
-                refusal = refusal_of(await self._board.read(note))
+                refusal = decode_refusal(await self._notes.read(note))
                 reason = None if refusal.reason is None else f"{who}: {refusal.reason}"
-                raise _EndedError(Ended(led.step, refusal.outcome, reason))
-            if note.kind == "again" and note.attempt == led.attempt:
-                raise StorageError(f"{self._where(led)}: {who} could not go on, and begins again")
+                raise _JoinEndedError(JoinResult(join.step, refusal.outcome, reason))
+            if note.kind == "again" and note.attempt == join.attempt:
+                raise StorageError(f"{self._where(join)}: {who} could not go on, and begins again")
 
-    def _where(self, led: Led) -> str:
-        return f"{self._route.target.location}/{led.step_dir}"
+    def _where(self, join: JoinInProgress) -> str:
+        return f"{self._route.target.location}/{join.step_dir}"
 
 
-def _end_by(error: CheckpointError, step: int, source: CopyPlace) -> Ended:
-    """Return how an error that is not one of a storage ends a step."""
-    if isinstance(error, _EndedError):
+def _result_of_error(error: CheckpointError, step: int, source: StepLocation) -> JoinResult:
+    """Return the result of a join that ends with this error, which no storage raised."""
+    if isinstance(error, _JoinEndedError):
         return error.ended
     if isinstance(error, StepNotFoundError):
-        return Ended(step, "deleted", f"{source.location} was deleted before it was copied")
+        return JoinResult(step, "deleted", f"{source.location} was deleted before it was copied")
     outcome: Outcome = "blocked" if isinstance(error, StepExistsError) else "damaged"
-    return Ended(step, outcome, error.message)
+    return JoinResult(step, outcome, error.message)
 
 
-def _named(processes: Sequence[int], count: int) -> str:
+def _describe_processes(processes: Sequence[int], count: int) -> str:
     shown = ", ".join(map(str, processes))
     return f"process{'es' if len(processes) > 1 else ''} {shown} of {count}"
 
 
-async def _found(save: str, target: CopyPlace) -> str:
-    """Return what is where a step goes: `nothing`, or the step, `there` or `damaged`.
+async def _target_state(save: str, target: StepLocation) -> str:
+    """Return the state of a step's place: `nothing`, or the step: `there` or `damaged`.
 
     Raises:
-        StepExistsError: Something else is there.
+        StepExistsError: The place holds something else.
     """
     try:
         found = await read_manifest(target.storage, target.name)

@@ -1,1 +1,1 @@
-"""Parts of snapshots on other hosts of a job: served, fetched, and found again."""
+"""Parts of snapshots on other hosts of a job: served, fetched, and recovered."""

@@ -1,8 +1,9 @@
-"""The handshake of two keepers of a job: each proves that it knows the key. Pure.
+"""The handshake of two agents of a job: each proves that it knows the key. Pure.
 
 Both send a random number, and prove the key by the HMAC of both numbers and of their own role. So
-the key is never sent, no proof is of use a second time, and none of one side for the other. This is
-the mutual challenge and response of ISO/IEC 9798-4, with HMAC-SHA-256 (RFC 2104, RFC 6234).
+the key is never sent, no proof is valid a second time, and no proof of one side is valid for the
+other. This is the mutual challenge and response of ISO/IEC 9798-4, with HMAC-SHA-256 (RFC 2104,
+RFC 6234).
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ def new_nonce() -> str:
 
 
 def proof_of(key: str, role: Role, server_nonce: str, client_nonce: str) -> str:
-    """Return what proves that one side of a connection knows the key."""
-    # With the length of one, two texts cannot be cut anew where a client chooses its own.
+    """Return the proof that one side of a connection knows the key."""
+    # The length prevents a client, which chooses its own number, from moving bytes between the two.
     length = str(len(server_nonce))
     said = "\0".join(["ckpt parts 1", role, length, server_nonce, client_nonce])
     return hmac.new(bytes.fromhex(key), said.encode(), "sha256").hexdigest()
 
 
 def is_proof(given: str, key: str, role: Role, server_nonce: str, client_nonce: str) -> bool:
-    """Tell whether the other side has proved that; takes as long for any answer."""
+    """Return True if the other side's proof is right; takes the same time for any answer."""
     wanted = proof_of(key, role, server_nonce, client_nonce)
     return hmac.compare_digest(given.encode(), wanted.encode())

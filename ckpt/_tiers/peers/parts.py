@@ -1,7 +1,7 @@
 """The parts of snapshots that a host has: its own, and those that it holds for other processes.
 
-KEY/steps/STEP            what this process has saved of a snapshot
-KEY/held/PART/STEP        a copy of what process PART has saved of one
+KEY/steps/STEP            the part of a snapshot that this process has saved
+KEY/held/PART/STEP        a copy of the part that process PART has saved
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec import Struct
 from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, peek
 from ckpt.storage._local.sweep import is_unfinished
 
-STEPS, HELD = "steps", "held"
+STEPS, REPLICAS = "steps", "held"
 
 
 class Snapshot(Struct, frozen=True, order=True):
@@ -25,7 +25,7 @@ class Snapshot(Struct, frozen=True, order=True):
     Attributes:
         step: Its number.
         step_dir: Its directory.
-        save: `Manifest.save`, which all its parts have in common.
+        save: Its `Manifest.save`, which all its parts share.
     """
 
     step: int
@@ -34,13 +34,13 @@ class Snapshot(Struct, frozen=True, order=True):
 
 
 class SnapshotPart(Struct, frozen=True):
-    """What one process has saved of a snapshot, as some host has it.
+    """The part of a snapshot that one process has saved, on some host.
 
     Attributes:
         part: Number of that process.
         step: The snapshot.
-        save: `Manifest.save` of it.
-        is_own: Whether it is where that process saves.
+        save: Its `Manifest.save`.
+        is_own: True if it is where that process saves.
     """
 
     part: int
@@ -64,22 +64,21 @@ def snapshots_in(steps: Path) -> list[Snapshot]:
 
 
 def part_places(folder: Path, process: int) -> Iterator[tuple[SnapshotPart, Path]]:
-    """Yield the parts in the folder of a process, and where each is. Blocks."""
-    for part, root in [(process, folder / STEPS), *held_by(folder)]:
+    """Yield the parts in the folder of a process, with their paths. Blocks."""
+    for part, root in [(process, folder / STEPS), *replica_roots(folder)]:
         is_own = root.name == STEPS
         for each in snapshots_in(root):
             if each.save:
                 yield SnapshotPart(part, each.step, each.save, is_own), root / each.step_dir
 
 
-def held_by(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the processes of which a folder has parts, each with the root for them. Blocks."""
+def replica_roots(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Yield the processes whose parts are in the folder, with the root of these. Blocks."""
     with contextlib.suppress(FileNotFoundError):
-        for each in sorted((folder / HELD).iterdir()):
+        for each in sorted((folder / REPLICAS).iterdir()):
             if each.name.isdecimal():
                 yield int(each.name), each
 
 
-def held_in(folder: Path, part: int) -> Path:
-    """Return the root for the parts of another process."""
-    return folder / HELD / str(part)
+def replica_root(folder: Path, part: int) -> Path:
+    return folder / REPLICAS / str(part)

@@ -1,4 +1,4 @@
-"""Where the parts of the newest whole snapshot of a job are, and who fetches what. Pure."""
+"""The recovery of a job's newest whole snapshot: the places of its parts, and who fetches. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ckpt._tiers.peers.parts import SnapshotPart
 
 
 class Inventory(Struct, frozen=True):
-    """What one process says when a job starts.
+    """The report of one process when a job starts.
 
     Attributes:
-        machine: Which machine it runs on.
-        address: The address that its keeper listens at.
-        problem: Why it cannot take part; empty if it can.
-        parts: The parts of snapshots that it finds on its host.
+        machine: Id of its machine.
+        address: The address at which its agent listens.
+        problem: Reason why it cannot take part; empty if it can.
+        parts: The parts of snapshots on its host.
     """
 
     machine: str
@@ -27,11 +27,11 @@ class Inventory(Struct, frozen=True):
 
 
 class Recovery(Struct, frozen=True):
-    """How a job gets at its newest snapshot.
+    """The way in which a job gets its newest snapshot.
 
     Attributes:
         step: The snapshot; -1 if no snapshot is whole.
-        save: `Manifest.save` of it.
+        save: Its `Manifest.save`.
         fetches: By process that lacks its part, the process that has it.
     """
 
@@ -41,10 +41,10 @@ class Recovery(Struct, frozen=True):
 
 
 def recovery_of(processes: Sequence[Inventory]) -> Recovery:
-    """Return the newest snapshot of which all parts are somewhere, and how they get to their place.
+    """Return the newest snapshot that has all parts on some hosts, and the fetches for it.
 
-    A process that lacks its part fetches it from its own host, if that has it: from where a process
-    with another number kept it. Otherwise from the process that has the least to do.
+    A process that lacks its part fetches it from its own host if that has it: there, a process with
+    another number kept it. Otherwise it fetches from the process with the fewest others to serve.
     """
     where: dict[tuple[int, str], dict[int, list[int]]] = {}
     at_home: set[tuple[int, str, int]] = set()
@@ -75,9 +75,9 @@ def recovery_of(processes: Sequence[Inventory]) -> Recovery:
 
 
 def distance_between(machines: Sequence[str]) -> int:
-    """Return how far a process and the one that holds its copies are apart.
+    """Return the distance between a process and the one that holds its copies.
 
-    The least distance at which they are on two machines as often as possible.
+    This is the least distance at which the two are on different machines as often as possible.
     """
     count = len(machines)
 
@@ -85,19 +85,19 @@ def distance_between(machines: Sequence[str]) -> int:
         return sum(machines[i] == machines[(i + distance) % count] for i in range(count))
 
     best, fewest = 1, count
-    # Farther ones are as far as these, the other way round.
+    # Greater distances are the same as these in the other direction.
     for distance in range(1, count // 2 + 1):
         same = on_one(distance)
         if same < fewest:
             best, fewest = distance, same
         if not same:
-            # Where all of a machine are neighbours, at as many as a machine has.
+            # With the processes of a machine next to each other, this is the number per machine.
             break
     return best
 
 
 def why_not(processes: Sequence[Inventory], is_loopback: Sequence[bool]) -> str:
-    """Return why a job cannot hold copies on its peers; empty if it can."""
+    """Return the reason why a job cannot hold copies on its peers; empty if it can."""
     for process, each in enumerate(processes):
         if each.problem:
             return f"process {process}: {each.problem}"

@@ -10,26 +10,26 @@ from msgspec import Struct
 
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tiers.peers.handshake import is_proof, new_nonce, proof_of
-from ckpt._tiers.peers.requests import (
+from ckpt._tiers.peers.protocol import (
     HELLO_SECONDS,
     MOST_FILES_BYTES,
     MOST_HELLO_BYTES,
-    Answer,
-    Hello,
-    Open,
-    Opened,
-    Read,
-    Welcome,
+    ClientProof,
+    PartOpenRequest,
+    PartOpenResult,
+    PartReadRequest,
+    ServerHello,
+    ServerProof,
 )
 from ckpt._tiers.peers.wire import Wire, WireError, connected
 from ckpt.errors import CorruptCheckpointError, StorageError
 
 
 class Peer(Struct, frozen=True):
-    """Another process of the job, as this one reaches its keeper.
+    """The agent of another process of the job, as a network address.
 
     Attributes:
-        process: Its number.
+        process: Number of the process.
         host: Address of its host.
         port: Its port.
     """
@@ -45,7 +45,7 @@ class Peer(Struct, frozen=True):
 class RemotePart:
     """The files of a part; made by `opened_part`. It is a `ReadsSteps` of one step."""
 
-    # What others put into the step is not told, so nothing has to be moved away.
+    # Files of others in the step are not listed, so nothing must be moved away.
     keeps_others = True
 
     def __init__(self, wire: Wire, peer: Peer, files: dict[str, int]) -> None:
@@ -84,34 +84,35 @@ class RemotePart:
             raise CorruptCheckpointError(
                 f"{self.location}: {path} is missing, or shorter than its manifest says"
             )
-        with _told_by(self._peer):
+        with _naming_peer(self._peer):
             async with self._turn:
-                await self._wire.send(Read(path, offset, len(target)))
+                await self._wire.send(PartReadRequest(path, offset, len(target)))
                 await self._wire.fill(target)
         if then is not None:
             await run_in_thread(then)
 
 
 @contextlib.asynccontextmanager
-async def opened_part(peer: Peer, key: str, wanted: Open) -> AsyncIterator[RemotePart]:
+async def opened_part(peer: Peer, key: str, wanted: PartOpenRequest) -> AsyncIterator[RemotePart]:
     """Open a part that another process has.
 
     Args:
         peer: The other process.
         key: The key of the job.
-        wanted: Which part.
+        wanted: The wanted part.
 
     Raises:
-        StorageError: It cannot be reached, does not know the key, or has no such part; names it.
+        StorageError: The peer cannot be reached, does not know the key, or has no such part; the
+            error names the peer.
     """
-    with _told_by(peer):
+    with _naming_peer(peer):
         async with connected(peer.host, peer.port) as wire:
             with anyio.move_on_after(HELLO_SECONDS) as scope:
                 await _introduce(wire, key)
             if scope.cancelled_caught:
                 raise WireError(f"does not answer within {HELLO_SECONDS:.0f} s")
             await wire.send(wanted)
-            opened = await wire.receive(Opened, MOST_FILES_BYTES)
+            opened = await wire.receive(PartOpenResult, MOST_FILES_BYTES)
             if opened is None:
                 raise WireError("has ended the connection")
             if opened.problem:
@@ -120,19 +121,19 @@ async def opened_part(peer: Peer, key: str, wanted: Open) -> AsyncIterator[Remot
 
 
 async def _introduce(wire: Wire, key: str) -> None:
-    """Prove to the other side that this one knows the key, and have it prove that, too."""
-    hello = await wire.receive(Hello, MOST_HELLO_BYTES)
+    """Prove to the other side that this one knows the key, and check the proof of the other."""
+    hello = await wire.receive(ServerHello, MOST_HELLO_BYTES)
     if hello is None:
         raise WireError("has ended the connection")
     nonce = new_nonce()
-    await wire.send(Answer(nonce, proof_of(key, "client", hello.nonce, nonce)))
-    welcome = await wire.receive(Welcome, MOST_HELLO_BYTES)
+    await wire.send(ClientProof(nonce, proof_of(key, "client", hello.nonce, nonce)))
+    welcome = await wire.receive(ServerProof, MOST_HELLO_BYTES)
     if welcome is None or not is_proof(welcome.proof, key, "server", hello.nonce, nonce):
         raise WireError("does not know the key of this job, or is of another job")
 
 
 @contextlib.contextmanager
-def _told_by(peer: Peer) -> Iterator[None]:
+def _naming_peer(peer: Peer) -> Iterator[None]:
     try:
         yield
     except WireError as error:

@@ -1,4 +1,4 @@
-"""`PartServer`: lets the other hosts of a job read the parts of snapshots that this one has."""
+"""`PartServer`: lets other hosts of a job read the parts of snapshots on this host."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ import anyio.lowlevel
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tiers.peers.handshake import is_proof, new_nonce, proof_of
 from ckpt._tiers.peers.parts import part_places
-from ckpt._tiers.peers.requests import (
+from ckpt._tiers.peers.protocol import (
     HELLO_SECONDS,
     MOST_BYTES,
     MOST_HELLO_BYTES,
-    Answer,
-    Hello,
-    Open,
-    Opened,
-    Read,
-    Welcome,
+    ClientProof,
+    PartOpenRequest,
+    PartOpenResult,
+    PartReadRequest,
+    ServerHello,
+    ServerProof,
 )
 from ckpt._tiers.peers.wire import Wire, WireError
 
 _WAITING = 128
-# Of connections at a time: each peer has one, and what comes beyond has to come again.
+# Limit of connections at a time: each peer has one, and others are refused and must try again.
 _MOST_CONNECTIONS = 64
-# Of those that have not proved that they know the key: of more, the oldest one is ended.
+# Limit of connections without a proof so far: beyond it, the oldest one is ended.
 _MOST_UNPROVEN = 64
 _PAUSE_SECONDS = 0.1
 
@@ -42,7 +42,7 @@ class PartServer:
     """Serves parts on a socket; made by `serving`. Used on one event loop.
 
     Attributes:
-        address: Where it listens: host and port.
+        address: Host and port at which it listens.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class PartServer:
         self._key = key
         self._folders = folders
         self._refused = refused
-        # Of those that have proved that they know the key.
+        # Number of connections that have proved that they know the key.
         self._connections = 0
-        # The time that each other one has for that, the oldest first.
+        # Time limits of the connections without a proof so far, the oldest first.
         self._unproven: dict[anyio.CancelScope, None] = {}
         host, port = listener.getsockname()[:2]
         self.address: tuple[str, int] = (str(host), int(port))
 
     async def accept(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Serve every connection in a task of its own, for ever."""
+        """Serve every connection in a task of its own, until cancelled."""
         while True:
             try:
                 connection, place = self._listener.accept()
@@ -72,18 +72,18 @@ class PartServer:
                 await anyio.wait_readable(self._listener)
                 continue
             except OSError:
-                # Of one connection that is gone already, or of descriptors that are short.
+                # The connection is gone already, or descriptors are short.
                 await anyio.sleep(_PAUSE_SECONDS)
                 continue
             if len(self._unproven) >= _MOST_UNPROVEN:
-                # Who knows the key has proved it at once: the one that takes longest makes way.
+                # A peer with the key proves it at once: the slowest connection gives way.
                 oldest = next(iter(self._unproven))
                 del self._unproven[oldest]
                 oldest.cancel()
             time = anyio.CancelScope(deadline=anyio.current_time() + HELLO_SECONDS)
             self._unproven[time] = None
             tasks.start_soon(self._serve, connection, str(place[0]), time)
-            # However many come, those that are there go on.
+            # Let present connections go on, however many new ones come.
             await anyio.lowlevel.checkpoint()
 
     async def _serve(self, connection: socket.socket, host: str, time: anyio.CancelScope) -> None:
@@ -101,36 +101,36 @@ class PartServer:
         except WireError as error:
             self._refused(f"a program at {host} {error}")
         except Exception as error:
-            # Whatever is wrong with one connection, the others go on.
+            # An error of one connection must not end the others.
             self._refused(f"a program at {host} was not served: {error!r:.200}")
         finally:
             self._unproven.pop(time, None)
 
     async def _is_of_job(self, wire: Wire, time: anyio.CancelScope) -> bool:
-        """Tell whether the other side has proved in time that it knows the key of the job."""
+        """Return True if the other side proves in time that it knows the key of the job."""
         nonce = new_nonce()
         with time:
-            await wire.send(Hello(nonce))
-            answer = await wire.receive(Answer, MOST_HELLO_BYTES)
+            await wire.send(ServerHello(nonce))
+            answer = await wire.receive(ClientProof, MOST_HELLO_BYTES)
             if answer is not None and is_proof(
                 answer.proof, self._key, "client", nonce, answer.nonce
             ):
                 self._unproven.pop(time, None)
-                await wire.send(Welcome(proof_of(self._key, "server", nonce, answer.nonce)))
+                await wire.send(ServerProof(proof_of(self._key, "server", nonce, answer.nonce)))
                 return True
         return False
 
     async def _answer(self, wire: Wire) -> None:
-        wanted = await wire.receive(Open, MOST_BYTES)
+        wanted = await wire.receive(PartOpenRequest, MOST_BYTES)
         if wanted is None:
             return
         files: dict[str, tuple[int, int]] = {}
         part = f"part {wanted.part} of the snapshot of step {wanted.step}"
         why = f"it has no {part} any more"
         if self._connections > _MOST_CONNECTIONS:
-            await wire.send(Opened(problem="it serves as many others as it can"))
+            await wire.send(PartOpenResult(problem="it serves as many others as it can"))
             return
-        # Open files stay as they are, also if the snapshot is deleted meanwhile.
+        # Open files stay as they are, even if the snapshot is deleted meanwhile.
         with contextlib.ExitStack() as stack:
             places = await run_in_thread(self._places_of, wanted)
             for place in places:
@@ -143,16 +143,16 @@ class PartServer:
                     stack.close()
                     why = f"it cannot open its {part}: {error.strerror or error}"
             if not files:
-                await wire.send(Opened(problem=why))
+                await wire.send(PartOpenResult(problem=why))
                 return
-            await wire.send(Opened({path: size for path, (_, size) in files.items()}))
-            while (read := await wire.receive(Read, MOST_BYTES)) is not None:
+            await wire.send(PartOpenResult({path: size for path, (_, size) in files.items()}))
+            while (read := await wire.receive(PartReadRequest, MOST_BYTES)) is not None:
                 fd, size = files.get(read.path, (-1, -1))
                 if not 0 <= read.offset <= read.offset + read.nbytes <= size:
                     raise WireError(f"asked for bytes that are not there, of {read.path!r:.80}")
                 await wire.send_file(fd, read.offset, read.nbytes)
 
-    def _places_of(self, wanted: Open) -> list[Path]:
+    def _places_of(self, wanted: PartOpenRequest) -> list[Path]:
         return [
             place
             for process, folder in self._folders()
@@ -197,20 +197,20 @@ async def serving(
     folders: Callable[[], list[tuple[int, Path]]],
     refused: Callable[[str], None],
 ) -> AsyncIterator[PartServer]:
-    """Serve parts for as long as the body runs.
+    """Serve parts while the body runs.
 
     Args:
-        address: The address of this host to listen at; no other one is listened at.
-        port: The port; 0 takes any that is free.
+        address: The only address of this host to listen at.
+        port: The port; 0 takes any free port.
         key: The key of the job.
-        folders: Returns the folders that are served, each with the process that it is of.
-        refused: Told of connections that were refused; must not block.
+        folders: Returns the folders to serve, each with the number of its process.
+        refused: Called with the reason of each refused connection; must not block.
 
     Yields:
         The server.
 
     Raises:
-        OSError: It is not one address of this host, or the port is taken.
+        OSError: The address is not one address of this host, or the port is taken.
 
     Cancellation: all connections are ended.
     """

@@ -1,6 +1,6 @@
 """`Wire`: lines and bytes over a TCP connection, each wait within a time limit.
 
-Every message is a line of JSON; the bytes of a file follow the line that tells how many they are.
+Every message is a line of JSON; the bytes of a file follow the line that tells their number.
 """
 
 from __future__ import annotations
@@ -18,38 +18,37 @@ import msgspec
 
 T = TypeVar("T")
 
-# The other side is about to send, or to take, what is waited for.
+# Time limit of a wait: the other side should be about to send or to take the bytes.
 SILENCE_SECONDS = 30.0
 _PIECE = 1 << 16
-# Of what is moved before other tasks have their turn.
+# Bytes to transfer before yielding to other tasks.
 _TURN_BYTES = 1 << 20
 
 _encode = msgspec.json.Encoder().encode
 
 
 class WireError(Exception):
-    """The other side has gone, is silent, or does not speak this protocol; says which."""
+    """The other side has gone, is silent, or does not speak this protocol; the text says which."""
 
 
 class Wire:
     """One connection. One task at a time may send, and one may receive."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Use a connected socket, which is closed with this."""
+        """Use a connected socket; `close` closes it."""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._rest = bytearray()
 
     def close(self) -> None:
-        """End the connection."""
         self._socket.close()
 
     async def send(self, message: object) -> None:
         """Send a message as a line.
 
         Raises:
-            WireError: The other side has gone, or does not take it.
+            WireError: The other side has gone, or does not take the message.
         """
         left = memoryview(_encode(message) + b"\n")
         while left:
@@ -58,13 +57,13 @@ class Wire:
             except BlockingIOError:
                 await self._writable()
             except OSError as error:
-                raise _gone(error) from error
+                raise _unreachable_error(error) from error
 
     async def send_file(self, fd: int, offset: int, nbytes: int) -> None:
         """Send bytes of a file.
 
         Raises:
-            WireError: The other side has gone, does not take them, or there are not so many.
+            WireError: The other side has gone, does not take the bytes, or the file is too short.
         """
         end = offset + nbytes
         while offset < end:
@@ -75,7 +74,7 @@ class Wire:
                 await self._writable()
                 continue
             except OSError as error:
-                raise _gone(error) from error
+                raise _unreachable_error(error) from error
             if not sent:
                 raise WireError("the file is shorter than it was")
             offset += sent
@@ -85,11 +84,11 @@ class Wire:
         """Return the next message; None if the other side has ended the connection.
 
         Args:
-            kind: What it is.
-            most: How many bytes it may have.
+            kind: Type of the message.
+            most: Limit of its bytes.
 
         Raises:
-            WireError: It is not one, or none comes.
+            WireError: The line is no such message, or none comes.
         """
         line = await self._line(most)
         if line is None:
@@ -97,7 +96,7 @@ class Wire:
         try:
             return msgspec.json.decode(line, type=kind)
         except (msgspec.MsgspecError, ValueError, RecursionError):
-            # Bytes that are no text, and lists in lists without end, are errors of other kinds.
+            # Bytes that are no text, and endlessly nested lists, raise the other two errors.
             raise WireError(f"sent {line[:40]!r}, which is not of this protocol") from None
 
     async def _line(self, most: int) -> bytes | None:
@@ -123,7 +122,7 @@ class Wire:
         return WireError(f"sent {bytes(self._rest[:40])!r}, which is not of this protocol")
 
     async def fill(self, target: memoryview) -> None:
-        """Fill memory with the bytes that come.
+        """Fill `target` with received bytes.
 
         Raises:
             WireError: The other side has gone, or is silent.
@@ -145,7 +144,7 @@ class Wire:
             except BlockingIOError:
                 await self._readable()
             except OSError as error:
-                raise _gone(error) from error
+                raise _unreachable_error(error) from error
 
     async def _readable(self) -> None:
         with anyio.move_on_after(SILENCE_SECONDS) as scope:
@@ -162,10 +161,10 @@ class Wire:
 
 @asynccontextmanager
 async def connected(host: str, port: int) -> AsyncIterator[Wire]:
-    """Connect to another keeper.
+    """Connect to another agent.
 
     Raises:
-        WireError: It cannot be reached.
+        WireError: The agent cannot be reached.
     """
     wire = Wire(await _connect(host, port))
     try:
@@ -178,7 +177,7 @@ async def _connect(host: str, port: int) -> socket.socket:
     try:
         found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise _gone(error) from error
+        raise _unreachable_error(error) from error
     family, kind, protocol, _, place = found[0]
     connection = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
     try:
@@ -197,5 +196,5 @@ async def _connect(host: str, port: int) -> socket.socket:
     return connection
 
 
-def _gone(error: OSError) -> WireError:
+def _unreachable_error(error: OSError) -> WireError:
     return WireError(f"cannot be reached: {error.strerror or error}")

@@ -1,7 +1,8 @@
 """The commands: one module for each, with a click command of the same name.
 
 A module is imported when its command runs, so that a command that reads manifests need not wait for
-what another one imports. What moves arrays is imported in the functions: `--help` imports them all.
+imports of another command. Modules that move arrays are imported in functions, since `--help`
+imports all commands.
 """
 
 from __future__ import annotations
@@ -45,6 +46,6 @@ NAMES = (
 
 
 def load(name: str) -> click.Command:
-    """Return a command."""
+    """Return the command of a name."""
     found: click.Command = getattr(importlib.import_module(f"{__name__}.{name}"), name)
     return found

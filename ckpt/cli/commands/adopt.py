@@ -1,14 +1,15 @@
-"""`ckpt adopt`: a step of what another library wrote, where it lies."""
+"""`ckpt adopt`: a step made from another library's checkpoint, with the data in place."""
 
 from __future__ import annotations
 
 import click
 
 from ckpt._redaction import redact
+from ckpt._settings import IfTaken
 from ckpt.cli import options
 from ckpt.cli.conversions import WrittenCheckpoint
 from ckpt.cli.output import printable, show
-from ckpt.cli.text import size_text
+from ckpt.cli.text import format_bytes
 
 
 @click.command()
@@ -27,7 +28,10 @@ def adopt(source: str, target: str, step: int | None, overwrite: bool, as_json: 
     """
     import ckpt.sync
 
-    info = ckpt.sync.adopt(source, target, step=step, overwrite=overwrite)
+    if_exists: IfTaken = "replace" if overwrite else "error"
+    info = ckpt.sync.adopt(source, target, step=step, if_exists=if_exists)
     done = WrittenCheckpoint(redact(info.path), "ckpt", info.step, None, info.nbytes, None)
-    text = f"{printable(done.path)}: {size_text(done.nbytes)} of arrays stay in {printable(source)}"
+    text = (
+        f"{printable(done.path)}: {format_bytes(done.nbytes)} of arrays stay in {printable(source)}"
+    )
     show(done, lambda _: [text], as_json=as_json)

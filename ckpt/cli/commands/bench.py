@@ -1,4 +1,4 @@
-"""`ckpt bench`: how fast saves and restores are here, next to what the disk can do."""
+"""`ckpt bench`: speed of saves and restores, compared with the raw disk."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ckpt.cli.durations import ByteSize, rate_text, seconds_text
 from ckpt.cli.live_line import LiveLine
 from ckpt.cli.output import printable, show
 from ckpt.cli.tables import table
-from ckpt.cli.text import count_text, size_text
+from ckpt.cli.text import count_text, format_bytes
 from ckpt.errors import CheckpointError, InvalidArgumentError, StorageError
 from ckpt.storage._resolve import local_path
 
 _PAGES = 1 << 16
-# The state, its copy in the memory for staging, and the bytes of the raw file.
+# In memory: the state, its copy in the memory for staging, and the bytes of the raw file.
 _COPIES_IN_MEMORY = 4
 _COPIES_ON_DISK = 3
 
@@ -38,11 +38,11 @@ class Measured(Struct, frozen=True):
     """One figure over the rounds.
 
     Attributes:
-        name: What took the time.
-        seconds: Its median.
+        name: Name of the measured work.
+        seconds: Median of the rounds.
         least_seconds: The shortest of the rounds.
         most_seconds: The longest of the rounds.
-        rate: Bytes per second, by the median; None where no bytes are moved.
+        rate: Bytes per second, by the median; None if no bytes are moved.
         of_raw: The rate over that of the raw file; None for the raw file itself.
     """
 
@@ -55,14 +55,14 @@ class Measured(Struct, frozen=True):
 
 
 class BenchReport(Struct, frozen=True):
-    """How fast a place is.
+    """The speed of a place.
 
     Attributes:
         path: The directory.
-        file_system: What it is on.
-        direct: Whether files are written past the page cache there.
+        file_system: Kind of its file system.
+        direct: True if files are written past the page cache there.
         nbytes: Bytes of the state.
-        rounds: How many rounds were measured; one more came before them.
+        rounds: Number of measured rounds; one more round precedes them.
         measured: The figures.
     """
 
@@ -108,12 +108,12 @@ def _check_room(directory: Path, nbytes: int) -> None:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = min(total, memory_limit() or total)
     for has, needed, what in (
-        (free, _COPIES_ON_DISK * nbytes, f"{directory} has {size_text(free)} free"),
-        (memory, _COPIES_IN_MEMORY * nbytes, f"this machine has {size_text(memory)} of memory"),
+        (free, _COPIES_ON_DISK * nbytes, f"{directory} has {format_bytes(free)} free"),
+        (memory, _COPIES_IN_MEMORY * nbytes, f"this machine has {format_bytes(memory)} of memory"),
     ):
         if has < needed:
             raise InvalidArgumentError(
-                f"{what}, and {size_text(needed)} are needed. Give a smaller --size"
+                f"{what}, and {format_bytes(needed)} are needed. Give a smaller --size"
             )
 
 
@@ -126,7 +126,7 @@ def _measured(
     files.mkdir()
     raw = RawFile(files, nbytes)
     with _worker("save", root, nbytes) as saver:
-        # The first round pays for what is made once, and is not counted.
+        # The first round includes one-time costs, and is not counted.
         for turn in range(rounds + 1):
             if line is not None:
                 line.show(f"round {turn} of {rounds}" if turn else "warming up")
@@ -160,19 +160,17 @@ def _figure(name: str, seconds: list[float], nbytes: int, limit: float | None) -
 
 
 class _Worker:
-    """A process that saves or restores."""
-
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def do(self, step: int) -> dict[str, float]:
-        """Have it work on a step; return the times that it took."""
+        """Have the process work on a step; return the times that it took."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{step}\n")
             self._process.stdin.flush()
-        # Nothing, if the system has killed it.
+        # The answer is empty if the system has killed the process.
         found: dict[str, Any] = json.loads(self._process.stdout.readline() or "{}")
         if step > 0 and "save" not in found and "restore" not in found:
             what = found.get("error") or "it was killed, or ended without a word"
@@ -186,10 +184,10 @@ def _worker(what: str, root: Path, nbytes: int) -> Iterator[_Worker]:
         [sys.executable, "-m", "ckpt.cli.bench_worker", what, str(root), str(nbytes)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        # It answers with its errors. Its warnings are about drivers and devices.
+        # The worker answers with its errors. Its warnings are about drivers and devices.
         stderr=subprocess.DEVNULL,
         text=True,
-        # Ctrl-C is for this process, which ends the other one.
+        # Ctrl-C goes to this process, which ends the worker.
         process_group=0,
     )
     try:
@@ -219,6 +217,6 @@ def _view(found: BenchReport) -> Iterator[str]:
     how = "past the page cache" if found.direct else "through the page cache"
     yield click.style(
         f"{printable(found.path)} ({printable(found.file_system)}, {how}): "
-        f"{size_text(found.nbytes)}, {count_text(found.rounds, 'round')}",
+        f"{format_bytes(found.nbytes)}, {count_text(found.rounds, 'round')}",
         dim=True,
     )

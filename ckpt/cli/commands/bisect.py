@@ -1,4 +1,4 @@
-"""`ckpt bisect`: where two runs part."""
+"""`ckpt bisect`: the step at which two runs part."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import anyio
 import click
 
-from ckpt._inspection.parted_runs import PartedRuns, parted_runs
-from ckpt._inspection.places import root_at
+from ckpt._inspection.divergence import Divergence, find_run_divergence
+from ckpt._inspection.locations import root_at
 from ckpt._steps.unreadable import shortened
 from ckpt.cli import exit_status, options
 from ckpt.cli.changes import NORMS, difference_lines
@@ -36,16 +36,16 @@ def bisect(run_a: str, run_b: str, in_order: bool, as_json: bool) -> int:
     Exit status: 0 if the runs are the same at the last step that both have, and every step that was
     looked at could be compared; 1 if not.
     """
-    found = anyio.run(_parted, run_a, run_b, in_order)
+    found = anyio.run(_find_divergence, run_a, run_b, in_order)
     show(found, _view, as_json=as_json)
     return exit_status.OK if found.is_same else exit_status.FOUND
 
 
-async def _parted(run_a: str, run_b: str, in_order: bool) -> PartedRuns:
-    return await parted_runs(await root_at(run_a), await root_at(run_b), in_order=in_order)
+async def _find_divergence(run_a: str, run_b: str, in_order: bool) -> Divergence:
+    return await find_run_divergence(await root_at(run_a), await root_at(run_b), in_order=in_order)
 
 
-def _view(found: PartedRuns) -> Iterator[str]:
+def _view(found: Divergence) -> Iterator[str]:
     yield from fields(
         (
             ("last same step", _step(found.last_same)),
@@ -74,7 +74,7 @@ def _step(step: int | None) -> str:
     return "none" if step is None else str(step)
 
 
-def _summary(found: PartedRuns) -> str:
+def _summary(found: Divergence) -> str:
     if found.first_different is not None:
         told = "part"
     else:

@@ -1,4 +1,4 @@
-"""`ckpt completion`: what lets a shell complete commands, options and paths."""
+"""`ckpt completion`: code for shells that completes commands, options and paths."""
 
 from __future__ import annotations
 

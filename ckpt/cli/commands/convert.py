@@ -1,4 +1,4 @@
-"""`ckpt convert`: a checkpoint becomes one of another format."""
+"""`ckpt convert`: conversion of a checkpoint to another format."""
 
 from __future__ import annotations
 

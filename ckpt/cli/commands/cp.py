@@ -1,4 +1,4 @@
-"""`ckpt cp`: a checkpoint, a step or a whole root, from one place to another."""
+"""`ckpt cp`: copy of a checkpoint, a step or a whole root from one place to another."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import anyio
 import click
 from msgspec import Struct
 
-from ckpt._inspection.places import (
+from ckpt._inspection.locations import (
     Checkpoint,
     RunRoot,
-    look_at,
+    locate,
     open_as_root,
     refuse_doubled,
-    step_place,
+    step_path_of,
 )
 from ckpt._redaction import redact
 from ckpt.cli import exit_status, options
 from ckpt.cli.output import note, printable, show_json, show_lines
 from ckpt.cli.progress import ProgressLine, progress
-from ckpt.cli.text import count_text, size_text
+from ckpt.cli.text import count_text, format_bytes
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -36,23 +36,23 @@ from ckpt.errors import (
 from ckpt.storage._resolve import local_path, open_root, open_step_dir
 
 if TYPE_CHECKING:
-    from ckpt._conversion.copies.place import CopyPlace
+    from ckpt._conversion.copies.step_location import StepLocation
     from ckpt._conversion.copies.steps import CopiedStep, CopyRules
 
 _SHOWN = 3
-# Between two looks whether a run has begun.
+# Pause between two looks whether a run has begun.
 _PAUSE_SECONDS = 0.5
 
 
 class _Copied(Struct, frozen=True):
-    """What was copied.
+    """The result of a copy.
 
     Attributes:
-        source: From where.
-        target: To where.
-        ok: Whether no step is left out because it, or what is in its place, is damaged.
+        source: The copied checkpoint, step or root.
+        target: The place of the copy.
+        ok: True if no step is left out because it, or the step in its place, is damaged.
         nbytes: Bytes that were copied.
-        steps: What has become of each step.
+        steps: Outcomes of the steps.
         skipped: Steps that another library wrote.
     """
 
@@ -116,8 +116,6 @@ def cp(
 
 
 class _Copy:
-    """One run of the command."""
-
     def __init__(
         self,
         source: str,
@@ -131,17 +129,17 @@ class _Copy:
         self._rules = rules
         self._line = line
         self._as_json = as_json
-        # What is said once, of all steps.
+        # Messages about all steps that were shown already, since they are shown once.
         self._said: set[str] = set()
 
     def once(self) -> _Copied:
-        """Copy what is there."""
+        """Copy the existing steps."""
         from ckpt._runtime.loop import call_once
 
         return call_once(self._once)
 
     def follow(self, until: int | None) -> _Copied:
-        """Copy what is there and what is saved later."""
+        """Copy the existing steps, and those that are saved later."""
         import ckpt.sync
         from ckpt._runtime.loop import call_once
 
@@ -156,7 +154,7 @@ class _Copy:
                 except StopIteration:
                     break
                 except (CorruptCheckpointError, UnsupportedFormatError) as error:
-                    # The watch goes on with the next one.
+                    # The watch continues with the next step.
                     steps.append(self._left(error.step, target, error.message))
                     continue
                 assert info.step is not None
@@ -168,11 +166,11 @@ class _Copy:
         return _result(root.location, target, steps, skipped)
 
     async def _begun_root(self) -> RunRoot:
-        """Return the root once it has a step, whose name says how the others are called."""
+        """Return the root once it has a step, whose name shows the naming scheme."""
         while True:
             # A run that has not begun has no directory, or an empty one.
             with contextlib.suppress(NotACheckpointError, StepNotFoundError):
-                found = await look_at(self._source)
+                found = await locate(self._source)
                 if isinstance(found, Checkpoint):
                     raise InvalidArgumentError(
                         f"--follow is for a root of steps; {found.location} is one"
@@ -182,7 +180,7 @@ class _Copy:
             await anyio.sleep(_PAUSE_SECONDS)
 
     async def _one_of_root(self, step: int) -> _Copied:
-        # Opened anew: each call has an event loop of its own.
+        # Opened again, since each call has its own event loop.
         root = await open_as_root(self._source)
         names = await root.index.step_dirs_of(step)
         return await self._root(root, {step: names[0]} if names else {}, [])
@@ -190,7 +188,7 @@ class _Copy:
     async def _once(self) -> _Copied:
         from ckpt._conversion.copies.steps import committed_steps
 
-        found = await look_at(self._source)
+        found = await locate(self._source)
         if isinstance(found, Checkpoint):
             return await self._checkpoint(found)
         await refuse_doubled(found)
@@ -204,20 +202,20 @@ class _Copy:
     def _lost(
         self, root: RunRoot, target: str, known: Collection[int | None] = ()
     ) -> list[CopiedStep]:
-        """Tell of what is named like a step and cannot be read as one; a warning has said why."""
+        """Report unreadable directories with names of steps; a warning has given the reasons."""
         lost = [each for each in root.index.unreadable if each.kind not in ("orbax", "other")]
         return [
             self._left(each.step, target, each.reason) for each in lost if each.step not in known
         ]
 
     async def _lost_at_last(self, target: str, known: Collection[int | None]) -> list[CopiedStep]:
-        # Only now: what could not be read may have been a copy that was under way.
+        # Reported only at the end: an unreadable step may have been a copy in progress.
         root = await open_as_root(self._source)
         await root.index.refresh()
         return self._lost(root, target, known)
 
     def _left(self, step: int | None, target: str, reason: str) -> CopiedStep:
-        """Tell of a step that cannot be read, and return what has become of it."""
+        """Report a step that cannot be read, and return its outcome."""
         from ckpt._conversion.copies.steps import CopiedStep
 
         left = CopiedStep(step, f"{target}/{step}", "damaged", reason=reason)
@@ -249,7 +247,7 @@ class _Copy:
         return _result(root.location, target.location, copied, skipped)
 
     async def _checkpoint(self, found: Checkpoint) -> _Copied:
-        from ckpt._conversion.copies.place import CopyPlace
+        from ckpt._conversion.copies.step_location import StepLocation
         from ckpt._conversion.copies.steps import copy_checkpoint
 
         name, step = found.opened.step_dir, found.opened.manifest.step
@@ -266,21 +264,21 @@ class _Copy:
         target = await self._place_for(name)
         if step is not None:
             await self._check_name(target, step)
-        source = CopyPlace(found.storage, name)
+        source = StepLocation(found.storage, name)
         copied = await copy_checkpoint(source, target, self._rules, self._line)
         self._told(copied)
         return _result(found.location, target.location, [copied], [])
 
-    async def _check_name(self, target: CopyPlace, step: int) -> None:
-        """Raise if a step would get the name of another, or stand in a root twice."""
-        place = step_place(target.location)
+    async def _check_name(self, target: StepLocation, step: int) -> None:
+        """Raise if a step would get the name of another, or be in a root twice."""
+        place = step_path_of(target.location)
         if place is not None and place.step != step:
             raise InvalidArgumentError(
                 f"{target.location}: step {step} cannot have the name of step {place.step}. "
                 "'ckpt convert --step' gives it another number"
             )
         committed: list[str] = []
-        # A root that is not there yet has no steps.
+        # A root that does not exist yet has no steps.
         with contextlib.suppress(StepNotFoundError, StorageError):
             root = await open_as_root(target.storage.location)
             others = [name for name in await root.index.step_dirs_of(step) if name != target.name]
@@ -291,20 +289,19 @@ class _Copy:
                 "that name"
             )
 
-    async def _place_for(self, name: str) -> CopyPlace:
-        """Return where a step of that name goes."""
-        from ckpt._conversion.copies.place import CopyPlace
+    async def _place_for(self, name: str) -> StepLocation:
+        from ckpt._conversion.copies.step_location import StepLocation
 
         try:
             place = None if self._target.endswith("/") else await _place_at(self._target)
         except CorruptCheckpointError:
-            # It is in the place of the copy, and may be what is left of one.
-            return CopyPlace(*open_step_dir(self._target))
+            # The damaged checkpoint is in the place of the copy, and may be a leftover of a copy.
+            return StepLocation(*open_step_dir(self._target))
         local = local_path(self._target)
         is_folder = place is None and local is not None and local.is_dir()
         if self._target.endswith("/") or isinstance(place, RunRoot) or is_folder:
-            return CopyPlace(open_root(self._target), name)
-        return CopyPlace(*open_step_dir(self._target))
+            return StepLocation(open_root(self._target), name)
+        return StepLocation(*open_step_dir(self._target))
 
     def _told(self, copied: CopiedStep) -> None:
         if copied.others:
@@ -322,7 +319,7 @@ class _Copy:
             show_lines(_line(copied))
 
     def _say_once(self, text: str) -> None:
-        """Say what is true of many steps, with the names in the first one."""
+        """Show a message about many steps once, with the names in the first one."""
         about = text.partition(":")[0].partition(",")[0]
         if about not in self._said:
             self._said.add(about)
@@ -333,9 +330,9 @@ class _Copy:
 
 
 async def _place_at(path: str) -> RunRoot | Checkpoint | None:
-    """Return what is at a target: a root with steps, a checkpoint, or nothing of the kind."""
+    """Return the root with steps or the checkpoint at a target; None if there is neither."""
     with contextlib.suppress(NotACheckpointError, StepNotFoundError):
-        return await look_at(path)
+        return await locate(path)
     return None
 
 
@@ -349,7 +346,7 @@ def _line(copied: CopiedStep) -> Iterator[str]:
     path = printable(redact(copied.path))
     virtual = "; virtual: its arrays stay where they are" if copied.is_virtual else ""
     if copied.outcome == "copied":
-        yield f"{path}: copied, {size_text(copied.nbytes)}{virtual}"
+        yield f"{path}: copied, {format_bytes(copied.nbytes)}{virtual}"
     elif copied.outcome == "there":
         yield f"{path}: already there{virtual}"
     else:
@@ -361,7 +358,7 @@ def _summary(copied: _Copied) -> Iterator[str]:
     there = sum(each.outcome == "there" for each in copied.steps)
     left = len(copied.steps) - count - there
     parts = [
-        f"{count_text(count, 'step')} copied, {size_text(copied.nbytes)}",
+        f"{count_text(count, 'step')} copied, {format_bytes(copied.nbytes)}",
         *([f"{there:,} already there"] if there else []),
         *([f"{left:,} not copied"] if left else []),
     ]

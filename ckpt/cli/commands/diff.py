@@ -1,4 +1,4 @@
-"""`ckpt diff`: how two checkpoints differ."""
+"""`ckpt diff`: differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 from msgspec.structs import replace
 
 from ckpt._inspection.differences import CheckpointDifferences, compare, largest_first
-from ckpt._inspection.places import checkpoint_at
+from ckpt._inspection.locations import checkpoint_at
 from ckpt._inspection.values.read_differences import compare_values
 from ckpt._runtime.loop import call_once
 from ckpt.cli import exit_status, options

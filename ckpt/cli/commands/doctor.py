@@ -1,4 +1,4 @@
-"""`ckpt doctor`: whether this machine, and a place, are fit for checkpoints."""
+"""`ckpt doctor`: checks whether this machine and a place are fit for checkpoints."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _place(path: str) -> list[Finding]:
     if local is None:
         return anyio.run(_store, path)
     directory = local
-    # These of `os.path` say no where a directory above may not be entered.
+    # The functions of `os.path` return False if a directory above may not be entered.
     while not os.path.exists(directory):
         directory = directory.parent
     if not os.path.isdir(directory):
@@ -59,7 +59,7 @@ def _place(path: str) -> list[Finding]:
 
 
 async def _last_step_bytes(directory: Path) -> int | None:
-    from ckpt._inspection.places import open_as_root
+    from ckpt._inspection.locations import open_as_root
 
     try:
         latest = await (await open_as_root(str(directory))).index.latest()
@@ -69,7 +69,7 @@ async def _last_step_bytes(directory: Path) -> int | None:
 
 
 async def _store(path: str) -> list[Finding]:
-    # With TensorStore.
+    # Imported only here, since this imports TensorStore.
     from ckpt._inspection.machine.store import store
 
     return [each async for each in store(open_root(path))]
@@ -86,7 +86,7 @@ def _view(found: Diagnosis) -> Iterator[str]:
     head, *lines = table(("", "check", "verdict", "found"), rows)
     yield head
     for line, each in zip(lines, found.findings, strict=True):
-        # The word itself is coloured, not other words of the line.
+        # Only the word of the verdict is coloured, not the same word elsewhere in the line.
         before, word, after = line.partition(f"  {each.verdict}")
         yield before + click.style(word, fg=_COLOURS[each.verdict]) + after
     yield ""

@@ -1,4 +1,4 @@
-"""`ckpt du`: what takes the bytes."""
+"""`ckpt du`: bytes by step, item, leaf pattern or dtype."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import get_args
 
 import click
 
-from ckpt._inspection.places import look_at
+from ckpt._inspection.locations import locate
 from ckpt._inspection.usage import OTHER, StorageUsage, UsageKey, UsageShare, usage_of
 from ckpt._runtime.loop import call_once
 from ckpt.cli import options
 from ckpt.cli.output import printable, show
 from ckpt.cli.tables import table
-from ckpt.cli.text import count_text, size_text
+from ckpt.cli.text import count_text, format_bytes
 
 
 @click.command()
@@ -30,13 +30,13 @@ def du(path: str, by: UsageKey | None, as_json: bool) -> None:
 
     That is steps, items, leaf patterns or dtypes. In a pattern, numbers are '*', so that all layers
     are one row. A file that several steps share by hard links is counted once, for the first of
-    them. Only committed steps are counted.
+    them. Counted are committed steps, and those that Orbax has not finished.
     """
     show(call_once(partial(_usage, path, by)), _view, as_json=as_json)
 
 
 async def _usage(path: str, by: UsageKey | None) -> StorageUsage:
-    return await usage_of(await look_at(path), by)
+    return await usage_of(await locate(path), by)
 
 
 def _view(found: StorageUsage) -> Iterator[str]:
@@ -45,13 +45,13 @@ def _view(found: StorageUsage) -> Iterator[str]:
         count = "files" if found.by in ("step", "item") else "leaves"
         headers = (found.by, "size", "share", count, "shared")
         yield from table(headers, rows, right=headers[1:])
-    parts = [size_text(found.nbytes)]
+    parts = [format_bytes(found.nbytes)]
     if found.steps != 1:
         parts.insert(0, count_text(found.steps, "step"))
     if found.shared:
-        parts.append(f"{size_text(found.shared)} shared by steps and counted once")
+        parts.append(f"{format_bytes(found.shared)} shared by steps and counted once")
     if found.linked:
-        parts.append(f"{size_text(found.linked)} with links elsewhere")
+        parts.append(f"{format_bytes(found.linked)} with links elsewhere")
     yield click.style(f"{printable(found.path)}: {', '.join(parts)}", dim=True)
 
 
@@ -60,8 +60,8 @@ def _cells(each: UsageShare, found: StorageUsage) -> tuple[str, str, str, str, s
     hides_count = each.name == OTHER and found.by in ("pattern", "dtype")
     return (
         each.name,
-        size_text(each.nbytes),
+        format_bytes(each.nbytes),
         f"{share:.1f}%",
         "" if hides_count else f"{each.count:,}",
-        size_text(each.shared) if each.shared else "",
+        format_bytes(each.shared) if each.shared else "",
     )

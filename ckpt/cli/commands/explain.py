@@ -9,7 +9,7 @@ from itertools import groupby
 import anyio
 import click
 
-from ckpt._inspection.places import checkpoint_at
+from ckpt._inspection.locations import checkpoint_at
 from ckpt._inspection.restores.advice import LayoutAdvice, LeafReads
 from ckpt._inspection.restores.device_grid import Spec
 from ckpt._inspection.restores.explanation import explain_restore
@@ -20,12 +20,12 @@ from ckpt.cli import options
 from ckpt.cli.durations import ByteSize
 from ckpt.cli.output import printable, show
 from ckpt.cli.tables import table
-from ckpt.cli.text import count_text, size_text
+from ckpt.cli.text import count_text, format_bytes
 
-# Rows of the arrays that cost most, and sentences of advice; JSON has them all.
+# Limits of the rows of costly arrays, and of the sentences of advice; JSON has all of them.
 _MOST_LEAVES = 10
 _MOST_ADVICE = 5
-# Sharing reads is advised where each byte would otherwise be read at least as often.
+# Sharing reads is advised if each byte would otherwise be read at least this number of times.
 _WORTH_SHARING = 1.5
 _AXIS = re.compile(r"^\s*([^=\s,+-][^=\s,+]*)\s*=\s*([1-9][0-9]{0,8})\s*\Z")
 
@@ -63,7 +63,7 @@ def _specs(_: click.Context, __: click.Parameter, values: Sequence[str]) -> list
 
 def _budget(_: click.Context, __: click.Parameter, value: int | None) -> int | None:
     if value is not None and value < MIN_BUDGET_BYTES:
-        raise click.BadParameter(f"expected at least {size_text(MIN_BUDGET_BYTES)}.")
+        raise click.BadParameter(f"expected at least {format_bytes(MIN_BUDGET_BYTES)}.")
     return value
 
 
@@ -93,11 +93,6 @@ def _budget(_: click.Context, __: click.Parameter, value: int | None) -> int | N
     callback=_budget,
     help="Host memory of each process for staging [a quarter of this machine's].",
 )
-@click.option(
-    "--platform",
-    type=click.Choice(["cpu", "gpu", "tpu"]),
-    help="What the devices are [those of the save].",
-)
 @options.as_json
 def explain(
     path: str,
@@ -107,10 +102,9 @@ def explain(
     items: tuple[str, ...],
     select: tuple[str, ...],
     budget: int | None,
-    platform: str | None,
     as_json: bool,
 ) -> None:
-    """Explain a restore before it is made: who would read what, and in how much memory.
+    """Explain a restore before it is made: who would read what.
 
     Everything follows from the manifest: no array is read, and no device is needed. Without --mesh,
     it is a restore as saved. With it, stored partition specs are kept as far as the mesh has their
@@ -127,7 +121,6 @@ def explain(
         items=items,
         select=select,
         budget=budget,
-        platform=platform,
     )
     show(explanation, _view, as_json=as_json)
 
@@ -136,7 +129,7 @@ def _view(found: RestoreExplanation) -> Iterator[str]:
     yield from _summary(found)
     if not found.arrays:
         return
-    headers = ("process", "devices", "arrays", "read", "requests", "of a file", "host memory")
+    headers = ("process", "devices", "arrays", "read", "requests", "of a file")
     rows = [
         (_numbers(same), *cells)
         for cells, same in groupby(found.processes, key=lambda each: _process_cells(each, found))
@@ -152,8 +145,8 @@ def _view(found: RestoreExplanation) -> Iterator[str]:
         yield from sentences
     yield ""
     yield click.style(
-        "host memory is an estimate, without what the program has already: "
-        f"{size_text(found.budget)} of budget, {found.concurrent} requests at a time",
+        f"planned for {format_bytes(found.budget)} of staging memory and "
+        f"{found.concurrent} requests at a time",
         dim=True,
     )
 
@@ -167,11 +160,11 @@ def _summary(found: RestoreExplanation) -> Iterator[str]:
         f"{count_text(devices, f'{found.platform} device')} in "
         f"{count_text(len(found.processes), 'process', 'processes')}"
     )
-    arrays = f"{count_text(found.arrays, 'array')}, {size_text(found.nbytes)}"
+    arrays = f"{count_text(found.arrays, 'array')}, {format_bytes(found.nbytes)}"
     yield f"{printable(found.path)}, {where}: {arrays}, on {places}"
     if found.arrays:
         times = found.read / found.stored if found.stored else 0
-        what = f"{size_text(found.read)} in {count_text(found.requests, 'request')}"
+        what = f"{format_bytes(found.read)} in {count_text(found.requests, 'request')}"
         once = f"; each byte of the files {times:.3g} times" if len(found.processes) > 1 else ""
         yield f"reads {what}{once}"
     for note in found.notes:
@@ -179,7 +172,7 @@ def _summary(found: RestoreExplanation) -> Iterator[str]:
     for item in found.others:
         yield (
             f"note: the item {printable(item.name)} ({printable(item.handler)}) has no arrays; "
-            f"its files, {size_text(item.nbytes)}, are not counted"
+            f"its files, {format_bytes(item.nbytes)}, are not counted"
         )
 
 
@@ -187,16 +180,15 @@ def _process_cells(each: ProcessReads, found: RestoreExplanation) -> tuple[str, 
     share = None if each.most_of is None else each.most_of.share
     return (
         str(each.devices),
-        size_text(each.held),
-        size_text(each.read),
+        format_bytes(each.held),
+        format_bytes(each.read),
         f"{each.requests:,}",
         "" if share is None else f"{share:.0%}",
-        size_text(each.host_memory),
     )
 
 
 def _numbers(processes: Iterator[ProcessReads]) -> str:
-    """Return the numbers of processes that are alike, and follow each other."""
+    """Return the numbers of consecutive processes that are alike."""
     numbers = [each.process for each in processes]
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
@@ -205,8 +197,8 @@ def _leaves(leaves: Sequence[LeafReads]) -> Iterator[str]:
     rows = [
         (
             f"{each.item}: {each.path}" if each.item else each.path,
-            size_text(each.needed),
-            size_text(each.read),
+            format_bytes(each.needed),
+            format_bytes(each.read),
             f"{each.amplification:.3g}",
             str(list(each.chunks)),
             str(list(each.region)),
@@ -228,7 +220,7 @@ def _advice(found: RestoreExplanation) -> Iterator[str]:
     if found.read >= _WORTH_SHARING * found.shared:
         yield (
             "advice: processes need the same; with broadcast_bytes= each of them reads a share, "
-            f"{size_text(found.shared)} in all"
+            f"{format_bytes(found.shared)} in all"
         )
 
 
@@ -236,6 +228,6 @@ def _layout_text(each: LayoutAdvice) -> str:
     axes = f"({each.split_axes[0]},)" if len(each.split_axes) == 1 else str(each.split_axes)
     return (
         f"advice: save with formats={{{each.pattern!r}: ckpt.ArrayFormat(chunk_bytes="
-        f"{each.chunk_bytes}, split_axes={axes})}}, and {size_text(each.wasted)} less is read of "
-        f"{count_text(each.arrays, 'array')}"
+        f"{each.chunk_bytes}, split_axes={axes})}}, and {format_bytes(each.wasted)} less is read "
+        f"of {count_text(each.arrays, 'array')}"
     )

@@ -1,4 +1,4 @@
-"""`ckpt forget`: what stays of a run, by the preservation policies of the library."""
+"""`ckpt forget`: deletion of steps by the keep policies of the library."""
 
 from __future__ import annotations
 
@@ -8,33 +8,29 @@ from collections.abc import Iterator
 import anyio
 import click
 
-from ckpt._inspection.places import root_at
-from ckpt._inspection.retention.preservation import ForgottenSteps, PlannedStep, forget_steps
+from ckpt._inspection.locations import root_at
+from ckpt._inspection.retention.kept_steps import ForgottenSteps, PlannedStep, forget_steps
 from ckpt.cli import options
 from ckpt.cli.durations import Duration
 from ckpt.cli.output import printable, show
 from ckpt.cli.tables import table
-from ckpt.cli.text import age_text, count_text, size_text
-from ckpt.policies._intervals import EveryNSeconds, EveryNSteps, LatestDuration
-from ckpt.policies._preservation import (
-    AnyPreservation,
-    CustomSteps,
-    LatestN,
-    PreservationPolicyLike,
-)
-from ckpt.policies._ranking import BestN, Mode
+from ckpt.cli.text import age_text, count_text, format_bytes
+from ckpt.keep._intervals import EverySeconds, EverySteps, Newer
+from ckpt.keep._keep_policies import Any as AnyOf
+from ckpt.keep._keep_policies import KeepPolicyLike, Latest, Steps
+from ckpt.keep._ranking import Best, Mode
 
 _BEST = re.compile(r"^(.+):(min|max)(?::([1-9][0-9]{0,8}))?\Z", re.DOTALL)
 _PERIODS = {"hourly": 3600, "daily": 86_400, "weekly": 604_800}
 
 
-def _best(text: str) -> BestN:
+def _best(text: str) -> Best:
     found = _BEST.match(text)
     if found is None:
         what = "METRIC:min:N or METRIC:max:N, such as loss:min:3"
         raise click.BadParameter(f"{text!r}: expected {what}")
     mode: Mode = "min" if found[2] == "min" else "max"
-    return BestN(int(found[3] or 1), found[1], mode)
+    return Best(int(found[3] or 1), found[1], mode)
 
 
 _COUNT = click.IntRange(min=1)
@@ -73,7 +69,7 @@ def forget(
     root: str,
     keep_last: int | None,
     keep_every: tuple[int, ...],
-    keep_best: tuple[BestN, ...],
+    keep_best: tuple[Best, ...],
     keep_hourly: bool,
     keep_daily: bool,
     keep_weekly: bool,
@@ -89,18 +85,18 @@ def forget(
     The latest step, pinned steps and those of Orbax stay in any case; if the latest is unhealthy,
     the last healthy one, too.
     """
-    members: list[PreservationPolicyLike] = [LatestN(keep_last)] if keep_last else []
-    members += [EveryNSteps(each) for each in keep_every]
+    members: list[KeepPolicyLike] = [Latest(keep_last)] if keep_last else []
+    members += [EverySteps(each) for each in keep_every]
     members += keep_best
     chosen = {"hourly": keep_hourly, "daily": keep_daily, "weekly": keep_weekly}
-    members += [EveryNSeconds(_PERIODS[name]) for name, wanted in chosen.items() if wanted]
-    members += [LatestDuration(keep_within)] if keep_within else []
-    members += [CustomSteps(keep_step)] if keep_step else []
+    members += [EverySeconds(_PERIODS[name]) for name, wanted in chosen.items() if wanted]
+    members += [Newer(keep_within)] if keep_within else []
+    members += [Steps(keep_step)] if keep_step else []
     if not members:
         raise click.UsageError("say what stays, such as --keep-last 3.")
 
     async def act() -> ForgottenSteps:
-        policy = AnyPreservation(*members)
+        policy = AnyOf(*members)
         place = await root_at(root)
         return await forget_steps(place, policy, trash, for_good=for_good, dry_run=dry_run)
 
@@ -112,7 +108,7 @@ def _view(found: ForgottenSteps) -> Iterator[str]:
         (
             str(each.step),
             age_text(each.age_seconds),
-            "-" if each.stored_bytes is None else size_text(each.stored_bytes),
+            "-" if each.stored_bytes is None else format_bytes(each.stored_bytes),
             "goes" if each.goes else "stays",
             f"none of: {each.reasons[0]}" if each.goes else "; ".join(each.reasons),
         )
@@ -132,4 +128,4 @@ def _view(found: ForgottenSteps) -> Iterator[str]:
 
 def _total(steps: list[PlannedStep]) -> str:
     nbytes = sum(each.stored_bytes or 0 for each in steps)
-    return f"{count_text(len(steps), 'step')} ({size_text(nbytes)})"
+    return f"{count_text(len(steps), 'step')} ({format_bytes(nbytes)})"

@@ -1,4 +1,4 @@
-"""`ckpt gc`: what dead writers left, and old steps of the trash."""
+"""`ckpt gc`: removal of leftovers of dead writers, and of old steps in the trash."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt.cli import options
 from ckpt.cli.durations import Duration
 from ckpt.cli.output import printable, show
 from ckpt.cli.tables import table
-from ckpt.cli.text import age_text, count_text, size_text
+from ckpt.cli.text import age_text, count_text, format_bytes
 
 
 @click.command()
@@ -32,6 +32,11 @@ from ckpt.cli.text import age_text, count_text, size_text
     default="0s",
     help="Watch the writers and readers of an object store so long, to learn which are dead.",
 )
+@click.option(
+    "--orbax",
+    is_flag=True,
+    help="Also remove steps that Orbax has begun, and not written to for a day.",
+)
 @options.dry_run
 @options.as_json
 def gc(
@@ -39,11 +44,20 @@ def gc(
     trash_older_than: float | None,
     trash: str | None,
     wait: float,
+    orbax: bool,
     dry_run: bool,
     as_json: bool,
 ) -> None:
     """Remove what dead writers left in a root. Saves that are being made are left alone."""
-    act = partial(collect, root, trash, older_than=trash_older_than, wait=wait, dry_run=dry_run)
+    act = partial(
+        collect,
+        root,
+        trash,
+        older_than=trash_older_than,
+        wait=wait,
+        orbax=orbax,
+        dry_run=dry_run,
+    )
     show(anyio.run(act), _view, as_json=as_json)
 
 
@@ -52,6 +66,7 @@ _KINDS = {
     "removal": "unfinished deletion",
     "lease": "lease of a dead process",
     "trash": "in the trash",
+    "orbax": "begun by Orbax",
     "other": "of a dead writer",
 }
 
@@ -61,14 +76,14 @@ def _view(found: Collection) -> Iterator[str]:
         (
             each.name,
             age_text(each.age_seconds),
-            "-" if each.nbytes is None else size_text(each.nbytes),
-            _what(each, found),
+            "-" if each.nbytes is None else format_bytes(each.nbytes),
+            _describe_leftover(each, found),
         )
         for each in found.found
     ]
     if rows:
         yield from table(("name", "age", "size", "what"), rows, right=("name", "age", "size"))
-    nbytes = size_text(sum(each.nbytes or 0 for each in found.found))
+    nbytes = format_bytes(sum(each.nbytes or 0 for each in found.found))
     done = "removed" if found.done else "would be removed"
     what = f"{nbytes} {done}" if rows else "nothing to remove"
     if found.trashed:
@@ -78,6 +93,6 @@ def _view(found: Collection) -> Iterator[str]:
     yield printable(f"{found.root}: {what}")
 
 
-def _what(each: Leftover, found: Collection) -> str:
+def _describe_leftover(each: Leftover, found: Collection) -> str:
     what = _KINDS[each.kind] + (f" of {each.owner}" if each.owner else "")
     return what if each.removed or not found.done else f"{what}: it could not be removed"

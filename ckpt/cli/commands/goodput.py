@@ -1,4 +1,4 @@
-"""`ckpt goodput`: what saving costs a run, and how often it should save."""
+"""`ckpt goodput`: costs of saving for a run, and the best interval between saves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import anyio
 import click
 from msgspec import Struct
 
-from ckpt._inspection.places import root_at
+from ckpt._inspection.locations import root_at
 from ckpt._inspection.times.save_costs import FACTOR, SaveCosts, SavePoint, Suggestion, save_costs
 from ckpt._inspection.times.save_times import times_of_root
 from ckpt.cli import options
@@ -17,7 +17,7 @@ from ckpt.cli.output import printable, show
 from ckpt.cli.tables import fields, table
 from ckpt.cli.text import count_text
 
-# Each is one line.
+# Each assumption is one line.
 _ASSUMPTIONS = [
     "only steps that still exist are counted, and only the time that save() blocked",
     "steps that are slower while a save is written are not seen",
@@ -28,7 +28,7 @@ _ASSUMPTIONS = [
 
 
 class _Report(Struct, frozen=True):
-    """What the command prints as JSON."""
+    """The JSON output of the command."""
 
     root: str
     costs: SaveCosts
@@ -74,8 +74,8 @@ def _view(report: _Report) -> Iterator[str]:
             ("root", report.root),
             ("saves", f"{saves}, in {seconds_text(found.seconds)}"),
             ("blocked", _blocked(found)),
-            ("a step", _known(found.step_seconds, "the usual time, saves included")),
-            ("interval", _known(found.interval_seconds, "from save to save")),
+            ("a step", _seconds_with(found.step_seconds, "the usual time, saves included")),
+            ("interval", _seconds_with(found.interval_seconds, "from save to save")),
             ("interrupted", _interrupted(found)),
             ("mtbf", _mtbf(found)),
             *_advice(found.suggestion),
@@ -109,7 +109,7 @@ def _blocked(found: SaveCosts) -> str:
     return f"{seconds_text(found.blocked_seconds)} in all, {found.blocked_share:.2%}; {each}"
 
 
-def _known(seconds: float | None, what: str) -> str:
+def _seconds_with(seconds: float | None, what: str) -> str:
     return "" if seconds is None else f"{seconds_text(seconds)}, {what}"
 
 

@@ -1,4 +1,4 @@
-"""`ckpt info`: one checkpoint in a few figures."""
+"""`ckpt info`: summary of one checkpoint."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import anyio
 import click
 import msgspec
 
-from ckpt._inspection.places import checkpoint_at
+from ckpt._inspection.locations import checkpoint_at
 from ckpt._inspection.summary import CheckpointSummary, DroppedSummary, ItemSummary, summarize
 from ckpt.cli import options
 from ckpt.cli.output import show
 from ckpt.cli.tables import fields
-from ckpt.cli.text import count_text, metric_text, size_text
+from ckpt.cli.text import count_text, format_bytes, metric_text
 
 _MOST_NAMED = 5
 
@@ -42,7 +42,7 @@ def _view(found: CheckpointSummary) -> Iterator[str]:
             ("step", "" if found.step is None else str(found.step)),
             ("format", "" if found.format == "ckpt" else found.format),
             ("committed", _time(found.committed)),
-            ("arrays", size_text(found.nbytes)),
+            ("arrays", format_bytes(found.nbytes)),
             ("files", _files(found)),
             *(("item", _item(item)) for item in found.items),
             ("health", _health(found)),
@@ -61,13 +61,13 @@ def _item(item: ItemSummary) -> str:
     parts = [
         count_text(item.leaves, "leaf", "leaves"),
         count_text(item.arrays, "array"),
-        size_text(item.nbytes),
+        format_bytes(item.nbytes),
     ]
     return f"{item.name} ({item.handler}): {', '.join(parts)}"
 
 
 def _health(found: CheckpointSummary) -> str:
-    """Return what is known of the values; nothing if that is nothing."""
+    """Return notes on NaN, infinite and unequal values; empty if there are none."""
     reasons = []
     if found.nonfinite:
         named = [f"{leaf} ({count})" for leaf, count in found.nonfinite.items()]
@@ -84,7 +84,7 @@ def _first(named: Sequence[str]) -> str:
 
 def _dropped(item: DroppedSummary) -> str:
     why = "by hand" if item.policy is None else f"by {item.policy}"
-    return f"{item.name}: {size_text(item.stored_bytes)}, {_time(item.dropped)}, {why}"
+    return f"{item.name}: {format_bytes(item.stored_bytes)}, {_time(item.dropped)}, {why}"
 
 
 def _time(time: datetime | None) -> str:
@@ -94,9 +94,9 @@ def _time(time: datetime | None) -> str:
 def _files(found: CheckpointSummary) -> str:
     if found.files is None or found.stored_bytes is None:
         return ""
-    text = f"{count_text(found.files, 'file')}, {size_text(found.stored_bytes)}"
+    text = f"{count_text(found.files, 'file')}, {format_bytes(found.stored_bytes)}"
     if found.process_count > 1:
         text += f", written by {found.process_count} processes"
     if found.shared_bytes:
-        text += f", of which {size_text(found.shared_bytes)} are those of the step before"
+        text += f", of which {format_bytes(found.shared_bytes)} are those of the step before"
     return text + ("; its arrays lie in the sources" if found.is_virtual else "")

@@ -1,4 +1,4 @@
-"""`ckpt log`: where a checkpoint comes from."""
+"""`ckpt log`: lineage of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt.cli.output import printable, show
 from ckpt.cli.tables import table
 from ckpt.cli.text import count_text, metric_text
 
-# Libraries of which the others are made.
+# Libraries that the other ones are built on.
 _BELOW = ("python", "numpy", "tensorstore")
 
 

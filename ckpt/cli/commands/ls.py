@@ -8,11 +8,11 @@ import anyio
 import click
 
 from ckpt._inspection.listed_steps import ListedAttempt, ListedStep, RootListing, list_root
-from ckpt._inspection.places import root_at
+from ckpt._inspection.locations import root_at
 from ckpt.cli import options
 from ckpt.cli.output import printable, show
 from ckpt.cli.tables import table
-from ckpt.cli.text import age_text, count_text, metric_text, size_text
+from ckpt.cli.text import age_text, count_text, format_bytes, metric_text
 
 
 @click.command()
@@ -35,7 +35,7 @@ def _view(listing: RootListing) -> Iterator[str]:
         (
             str(each.step),
             age_text(each.age_seconds),
-            "-" if each.stored_bytes is None else size_text(each.stored_bytes),
+            "-" if each.stored_bytes is None else format_bytes(each.stored_bytes),
             *(metric_text(each.metrics[name]) if name in each.metrics else "" for name in metrics),
             *(_health(each) for _ in health),
             _notes(each, listing.keeps),
@@ -46,7 +46,7 @@ def _view(listing: RootListing) -> Iterator[str]:
         (
             str(each.step),
             age_text(each.age_seconds),
-            "-" if each.nbytes is None else size_text(each.nbytes),
+            "-" if each.nbytes is None else format_bytes(each.nbytes),
             *("" for _ in (*metrics, *health)),
             _attempt(each),
         )
@@ -56,14 +56,14 @@ def _view(listing: RootListing) -> Iterator[str]:
         headers = ("step", "age", "size", *metrics, *health, "notes")
         yield from table(headers, rows, right=("step", "age", "size", *metrics))
     known = [each.stored_bytes for each in steps if each.stored_bytes is not None]
-    total = f", {size_text(sum(known))}" if known else ""
+    total = f", {format_bytes(sum(known))}" if known else ""
     what = f"{count_text(len(steps), 'step')}{total}" if steps else "no steps"
     what += "" if listing.keeps is None else f"; keeps: {printable(listing.keeps)}"
     yield click.style(f"{printable(listing.root)}: {what}", dim=True)
 
 
 def _health(step: ListedStep) -> str:
-    """Return what is known of the values of a step; nothing if that is nothing."""
+    """Return notes on non-finite and unequal values of a step; empty if there are none."""
     reasons = []
     if step.nonfinite_leaves:
         reasons.append(f"{count_text(step.nonfinite_leaves, 'leaf', 'leaves')} not finite")
@@ -90,7 +90,7 @@ def _notes(step: ListedStep, keeps: str | None) -> str:
     if step.dropped:
         notes.append(f"without {', '.join(step.dropped)}")
     if step.writer != "ckpt":
-        notes.append("written by Orbax")
+        notes.append(f"written by {step.writer.capitalize()}")
     if not step.name.isdecimal():
         notes.append(step.name)
     return printable("; ".join(notes))

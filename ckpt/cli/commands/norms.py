@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import anyio
 import click
 
+from ckpt._inspection.locations import root_at
 from ckpt._inspection.norms import DEPTH, LEAST_STEPS, LayerNorms, NormReader, NormTable
-from ckpt._inspection.places import root_at
 from ckpt._steps.unreadable import shortened
 from ckpt.cli import options
 from ckpt.cli.output import printable, show
 from ckpt.cli.tables import table
 from ckpt.cli.text import count_text
 
-# Of layers with values that are not finite, so many are told.
+# Number of layers with non-finite values that are named.
 _MOST_TOLD = 8
 
 
@@ -40,7 +40,7 @@ _MOST_TOLD = 8
 def norms(root: str, select: tuple[str, ...], depth: int, steps: int, as_json: bool) -> None:
     """Show the norms of layers over the steps of a run, without reading arrays.
 
-    They are of the vital signs that steps have which were saved with vital_signs=True. A * marks
+    Steps have them that were saved with extensions=[ckpt.extensions.VitalSigns()]. A * marks
     values that are not finite.
     """
     show(anyio.run(_norms, root, select, depth, steps), _view, as_json=as_json)

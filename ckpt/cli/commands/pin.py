@@ -1,4 +1,4 @@
-"""`ckpt pin`: a step that must not be deleted."""
+"""`ckpt pin`: protection of a step from deletion."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pin(path: str, name: str, as_json: bool) -> None:
 
 
 def pin_lines(change: PinChange) -> Iterator[str]:
-    """Yield a line for every step that was pinned or let go."""
+    """Yield a line for every step that was pinned or unpinned."""
     for step in change.steps:
         done = f"pinned {step} as" if change.pinned else f"unpinned {step}, which was"
         yield printable(f"{change.root}: {done} {change.name}")

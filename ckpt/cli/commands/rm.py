@@ -1,4 +1,4 @@
-"""`ckpt rm`: steps that go."""
+"""`ckpt rm`: deletion of steps by path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 from ckpt._inspection.retention.removals import DeletedStep, delete_steps
 from ckpt.cli import options
 from ckpt.cli.output import printable, show
-from ckpt.cli.text import size_text
+from ckpt.cli.text import format_bytes
 
 
 @click.command()
@@ -33,5 +33,5 @@ def _view(deleted: list[DeletedStep]) -> Iterator[str]:
         done = "deleted" if each.done else "would delete"
         if each.trash is not None:
             done = f"{'moved' if each.done else 'would move'} to {each.trash}"
-        size = "" if each.stored_bytes is None else f" ({size_text(each.stored_bytes)})"
+        size = "" if each.stored_bytes is None else f" ({format_bytes(each.stored_bytes)})"
         yield printable(f"{done}: {each.path}{size}")

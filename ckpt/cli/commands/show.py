@@ -7,16 +7,16 @@ from functools import partial
 
 import click
 
-from ckpt._inspection.places import checkpoint_at
+from ckpt._inspection.locations import checkpoint_at
 from ckpt._inspection.values.shown_leaf import PrintedArray, ShownLeaf, show_leaf
 from ckpt._inspection.values.statistics import ArrayStatistics
 from ckpt._runtime.loop import call_once
 from ckpt.cli import options, output
 from ckpt.cli.bars import bars, line_width
 from ckpt.cli.tables import fields
-from ckpt.cli.text import count_text, size_text
+from ckpt.cli.text import count_text, format_bytes
 
-# Of fewer elements there is no histogram.
+# Fewer elements have no histogram.
 _LEAST_DRAWN = 10
 
 
@@ -53,7 +53,7 @@ def _view(printed: PrintedArray | None, found: ShownLeaf) -> Iterator[str]:
             ("leaf", whole),
             ("type", leaf.type_text),
             ("part", f"[{found.index}], of shape {list(found.shape)}" if is_part else ""),
-            ("size", size_text(leaf.nbytes) if leaf.is_array else ""),
+            ("size", format_bytes(leaf.nbytes) if leaf.is_array else ""),
             ("stored", _stored(found)),
             ("sharding", leaf.sharding),
             ("value", "" if leaf.is_array else _value(found)),
@@ -80,7 +80,7 @@ def _stored(found: ShownLeaf) -> str:
     is_cut = leaf.nbytes and leaf.kind != "key" and leaf.chunks != leaf.shape
     parts = [f"in chunks of {list(leaf.chunks)}"] if is_cut else []
     if leaf.codec is not None:
-        parts.append(f"{leaf.codec}: {size_text(leaf.stored_bytes)}")
+        parts.append(f"{leaf.codec}: {format_bytes(leaf.stored_bytes)}")
     return ", ".join(parts)
 
 
@@ -106,7 +106,7 @@ def _elements(printed: PrintedArray) -> Iterator[str]:
 
     array = printed.elements
     if array.dtype.isbuiltin != 1:
-        # numpy prints what it knows.
+        # Converted to a dtype that numpy can print.
         with np.errstate(invalid="ignore"):
             array = array.astype(np.int64 if "int" in array.dtype.name else np.float32)
     text = np.array2string(
@@ -119,7 +119,7 @@ def _elements(printed: PrintedArray) -> Iterator[str]:
 
 
 def _histogram(figures: ArrayStatistics) -> Iterator[str]:
-    # A few values, or one and the same, say more than their distribution.
+    # A few values, or a single one, say more than their distribution.
     number = sum(each.count for each in figures.histogram)
     if number < _LEAST_DRAWN or figures.min == figures.max:
         return

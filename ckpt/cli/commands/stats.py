@@ -1,4 +1,4 @@
-"""`ckpt stats`: where the time of saves went."""
+"""`ckpt stats`: durations of saves by phase."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import anyio
 import click
 
-from ckpt._inspection.places import Checkpoint, look_at
+from ckpt._inspection.locations import Checkpoint, locate
 from ckpt._inspection.times.save_times import (
     NAMES,
     SaveStatisticsReport,
@@ -20,7 +20,7 @@ from ckpt.cli import options
 from ckpt.cli.durations import rate_text, seconds_text
 from ckpt.cli.output import printable, show
 from ckpt.cli.tables import fields, table
-from ckpt.cli.text import count_text, size_text
+from ckpt.cli.text import count_text, format_bytes
 
 _MEANINGS = {
     "blocked": "the caller of save() waited",
@@ -40,11 +40,11 @@ def stats(path: str, last: int | None, as_json: bool) -> None:
     Of a root step by step, with medians, the worst and the trend; or of one step.
     """
     found, is_root = anyio.run(_report, path, last)
-    show(found, _many if is_root else _one, as_json=as_json)
+    show(found, _many if is_root else _view_one_step, as_json=as_json)
 
 
 async def _report(path: str, last: int | None) -> tuple[SaveStatisticsReport, bool]:
-    found = await look_at(path)
+    found = await locate(path)
     if not isinstance(found, Checkpoint):
         return await times_of_root(found, last), True
     steps = [times_of(found.opened)]
@@ -73,7 +73,7 @@ def _many(found: SaveStatisticsReport) -> Iterator[str]:
     yield click.style(where, dim=True)
 
 
-def _one(found: SaveStatisticsReport) -> Iterator[str]:
+def _view_one_step(found: SaveStatisticsReport) -> Iterator[str]:
     (step,) = found.steps
     when = "" if step.created is None else f"{step.created:%Y-%m-%d %H:%M:%S} UTC"
     times = (
@@ -94,7 +94,7 @@ def _one(found: SaveStatisticsReport) -> Iterator[str]:
 
 
 def _size(step: StepTimes) -> str:
-    return "" if step.stored_bytes is None else size_text(step.stored_bytes)
+    return "" if step.stored_bytes is None else format_bytes(step.stored_bytes)
 
 
 def _cells(step: StepTimes) -> list[str]:

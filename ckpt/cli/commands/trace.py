@@ -1,9 +1,8 @@
-"""`ckpt trace`: pictures of recorded saves and restores."""
+"""`ckpt trace`: how recorded saves overlapped with training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import click
 from msgspec import Struct
@@ -16,31 +15,25 @@ from ckpt.cli.tables import fields
 from ckpt.cli.text import count_text
 from ckpt.errors import InvalidArgumentError
 from ckpt.observers._tracing.intervals import measure
-from ckpt.observers._tracing.picture import draw_html, draw_png
 from ckpt.observers._tracing.timeline import Timeline
 from ckpt.observers._tracing.trace import write_chrome
 
-_DRAWN: dict[str, Callable[[Timeline, str], object]] = {
-    ".html": draw_html,
-    ".png": draw_png,
-    ".json": write_chrome,
-}
-
 
 class _Overlap(Struct, frozen=True):
-    """What the command prints.
+    """The output of the command.
 
     Attributes:
-        events: How many events the picture shows.
-        spans: How many spans of the program beside them.
-        unreadable: Lines of the file that could not be read.
-        steps: The steps that they are about.
-        saves: How many saves.
-        blocked_seconds: How long they blocked in all.
-        background_seconds: How long they went on in the background.
-        overlap_ratio: The share of that during which a span was running; None without spans.
-        staging_overlap_ratio: The share of the staging during which was written.
-        files: What was written.
+        events: Number of events.
+        spans: Number of spans of the program.
+        unreadable: Number of lines of the file that could not be read.
+        steps: The steps of the events.
+        saves: Number of saves.
+        blocked_seconds: Sum of the times for which the saves blocked.
+        background_seconds: Sum of the times for which they continued in the background.
+        overlap_ratio: Share of the background time during which a span was running; None without
+            spans.
+        staging_overlap_ratio: Share of the staging time during which data was written.
+        files: The written files.
     """
 
     events: int
@@ -57,7 +50,7 @@ class _Overlap(Struct, frozen=True):
 
 @click.command()
 @click.argument("file", type=options.PATH)
-@click.option("--to", multiple=True, type=options.PATH, help="A .html, .png or .json to write.")
+@click.option("--to", multiple=True, type=options.PATH, help="A .json for ui.perfetto.dev.")
 @click.option("--step", type=click.IntRange(min=0), help="Only what is about this step.")
 @click.option(
     "--operation",
@@ -68,27 +61,21 @@ class _Overlap(Struct, frozen=True):
 def trace(
     file: str, to: tuple[str, ...], step: int | None, operation: str | None, as_json: bool
 ) -> None:
-    """Draw recorded saves, and tell how they overlapped.
+    """Tell how recorded saves overlapped with training, and write them for Perfetto.
 
-    FILE is what ckpt.observers.JsonLines(FILE, phases=True) has written. HTML needs nothing
-    else, PNG needs matplotlib, and JSON is for ui.perfetto.dev.
+    FILE is what ckpt.observers.JsonLines(FILE, phases=True) has written.
     """
-    writers = [_writer(each) for each in to]
+    for each in to:
+        if not each.lower().endswith(".json"):
+            raise InvalidArgumentError(f"--to {each}: expected a name that ends in .json")
     found = read_trace(file)
     timeline = found.timeline.only(step, operation)
     if not timeline.events:
         steps = ", ".join(map(str, found.timeline.steps[-10:]))
         raise InvalidArgumentError(f"{file} holds nothing of that; its last steps are {steps}")
-    for target, write in zip(to, writers, strict=True):
-        write(timeline, target)
+    for target in to:
+        write_chrome(timeline, target)
     show(_overlap(found, timeline, to), _view, as_json=as_json)
-
-
-def _writer(path: str) -> Callable[[Timeline, str], object]:
-    found = _DRAWN.get(Path(path).suffix.lower())
-    if found is None:
-        raise InvalidArgumentError(f"--to {path}: expected a name that ends in {', '.join(_DRAWN)}")
-    return found
 
 
 def _overlap(found: RecordedTrace, timeline: Timeline, to: tuple[str, ...]) -> _Overlap:
@@ -101,7 +88,7 @@ def _overlap(found: RecordedTrace, timeline: Timeline, to: tuple[str, ...]) -> _
         saves=len(saves),
         blocked_seconds=sum(measure([each.blocked]) for each in saves) / 1e9,
         background_seconds=measure(each.background for each in saves) / 1e9,
-        # Without spans nobody knows what the program did meanwhile.
+        # Without spans, it is unknown what the program did meanwhile.
         overlap_ratio=timeline.overlap_ratio if found.timeline.spans else None,
         staging_overlap_ratio=timeline.staging_overlap_ratio,
         files=list(to),

@@ -10,18 +10,18 @@ import click
 from msgspec import Struct
 
 from ckpt._inspection.leaf_records import LeafRecord, leaf_records
-from ckpt._inspection.places import Checkpoint, checkpoint_at
+from ckpt._inspection.locations import Checkpoint, checkpoint_at
 from ckpt._tree.patterns import compile_pattern
 from ckpt._tree.suggestions import near_miss
 from ckpt.cli import options
 from ckpt.cli.output import printable, show
 from ckpt.cli.tables import table
-from ckpt.cli.text import count_text, size_text
+from ckpt.cli.text import count_text, format_bytes
 from ckpt.errors import InvalidArgumentError
 
 
 class _WholeItem(Struct, frozen=True):
-    """An item that is no tree, such as JSON of Orbax, or a tree without leaves."""
+    """An item that is not a tree, such as JSON of Orbax, or a tree without leaves."""
 
     name: str
     handler: str
@@ -32,11 +32,11 @@ class _Tree(Struct, frozen=True):
     """The leaves of a checkpoint.
 
     Attributes:
-        path: Where it is.
+        path: Path of the checkpoint.
         step: Its number, or None.
-        leaves: Those that were asked for.
-        total: How many it has.
-        whole_items: Items without leaves, unless only some leaves were asked for.
+        leaves: The requested leaves.
+        total: Number of all leaves.
+        whole_items: Items without leaves; empty if only some leaves were requested.
     """
 
     path: str
@@ -47,7 +47,7 @@ class _Tree(Struct, frozen=True):
 
 
 class _Figures(Struct, frozen=True):
-    """The leaves of a checkpoint in one line."""
+    """A summary of the leaves of a checkpoint in one line."""
 
     path: str
     step: int | None
@@ -104,7 +104,7 @@ def _view(found: _Tree) -> Iterator[str]:
         which = f"{len(found.leaves):,} of {which}"
     nbytes = sum(leaf.nbytes for leaf in found.leaves)
     nbytes += sum(item.nbytes for item in found.whole_items)
-    yield click.style(f"{printable(found.path)}: {which}, {size_text(nbytes)}", dim=True)
+    yield click.style(f"{printable(found.path)}: {which}, {format_bytes(nbytes)}", dim=True)
 
 
 def _cells(leaf: LeafRecord) -> tuple[str, str, str, str]:
@@ -112,16 +112,16 @@ def _cells(leaf: LeafRecord) -> tuple[str, str, str, str]:
     if not leaf.is_array:
         return path, leaf.kind, "", "" if leaf.value is None else f"= {leaf.value}"
     place = f"the array at {leaf.same_as}" if leaf.same_as else leaf.sharding
-    size = size_text(leaf.nbytes)
+    size = format_bytes(leaf.nbytes)
     if leaf.codec is not None:
-        place = "; ".join(filter(None, [place, f"{leaf.codec}: {size_text(leaf.stored_bytes)}"]))
+        place = "; ".join(filter(None, [place, f"{leaf.codec}: {format_bytes(leaf.stored_bytes)}"]))
     return path, leaf.type_text, size, place
 
 
 def _item_cells(item: _WholeItem) -> tuple[str, str, str, str]:
     if item.handler == "pytree" and not item.nbytes:
         return item.name, "a tree without leaves", "", ""
-    return item.name, f"an item ({item.handler})", size_text(item.nbytes), ""
+    return item.name, f"an item ({item.handler})", format_bytes(item.nbytes), ""
 
 
 def _figures(found: _Tree) -> _Figures:
@@ -141,11 +141,11 @@ def _figures(found: _Tree) -> _Figures:
 
 
 def _figures_view(found: _Figures) -> Iterator[str]:
-    dtypes = ", ".join(f"{name} {size_text(size)}" for name, size in found.dtypes.items())
+    dtypes = ", ".join(f"{name} {format_bytes(size)}" for name, size in found.dtypes.items())
     parts = [
         count_text(found.leaves, "leaf", "leaves"),
         count_text(found.arrays, "array"),
-        size_text(found.nbytes),
+        format_bytes(found.nbytes),
         *([dtypes] if dtypes else []),
     ]
     yield f"{printable(found.path)}: {', '.join(parts)}"

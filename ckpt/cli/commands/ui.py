@@ -8,10 +8,10 @@ from pathlib import Path
 import anyio
 import click
 
-from ckpt._inspection.places import RunRoot, root_at
+from ckpt._inspection.locations import RunRoot, root_at
 from ckpt.cli import options
 from ckpt.cli.output import note
-from ckpt.cli.text import count_text, size_text
+from ckpt.cli.text import count_text, format_bytes
 from ckpt.errors import CheckpointError, InvalidArgumentError
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -68,7 +68,7 @@ def _export(root: RunRoot, file: Path, most: int) -> None:
     except OSError as error:
         raise InvalidArgumentError(f"--export {file}: {error.strerror}") from error
     steps = count_text(len(data.run.listing["steps"]), "step")
-    size = size_text(file.stat().st_size)
+    size = format_bytes(file.stat().st_size)
     click.echo(f"{file}: {steps}, the leaves of {len(data.steps)}, {size}")
 
 

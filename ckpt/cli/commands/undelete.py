@@ -1,4 +1,4 @@
-"""`ckpt undelete`: what is in the trash, and how it comes back."""
+"""`ckpt undelete`: listing of the trash, and recovery of steps from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt unpin`: a step that may be deleted again."""
+"""`ckpt unpin`: end of the protection of a step from deletion."""
 
 from __future__ import annotations
 

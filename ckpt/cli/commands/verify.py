@@ -1,4 +1,4 @@
-"""`ckpt verify`: a checkpoint, or all steps of a root, against their manifests."""
+"""`ckpt verify`: comparison of a checkpoint, or of all steps of a root, with manifests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt.cli import exit_status, options
 from ckpt.cli.durations import Duration
 from ckpt.cli.output import printable, show_json, show_lines
 from ckpt.cli.progress import progress
-from ckpt.cli.text import count_text, size_text
+from ckpt.cli.text import count_text, format_bytes
 
 if TYPE_CHECKING:
     from ckpt._engine.verify.report import VerifyReport
@@ -46,19 +46,19 @@ class _Step(Struct, frozen=True):
 
 
 class _Verified(Struct, frozen=True):
-    """All that was verified.
+    """The result of a verification.
 
     Attributes:
-        path: The checkpoint, or the root.
-        ok: Whether nothing is wrong in what was read.
-        deep: Whether bytes were read.
-        files: How many files there are.
-        unread_files: How many of them were not read.
-        nbytes: How many bytes were read.
-        unread_nbytes: How many were not.
-        seconds: How long it took.
-        seed: Repeats the choice of `--sample`; None without it.
-        steps: What was found of each.
+        path: Path of the checkpoint or root.
+        ok: True if no problem was found in the bytes that were read.
+        deep: True if bytes were read.
+        files: Number of all files.
+        unread_files: Number of files that were not read.
+        nbytes: Number of bytes that were read.
+        unread_nbytes: Number of bytes that were not read.
+        seconds: Duration of the verification.
+        seed: Seed that repeats the choice of `--sample`; None without it.
+        steps: Results of the steps.
         skipped: Steps that were not compared.
     """
 
@@ -85,7 +85,7 @@ class _Verified(Struct, frozen=True):
     help="Read a random share of the files and bytes of each step, such as 5%.",
 )
 @click.option(
-    "--deadline",
+    "--timeout",
     type=Duration(zero=True),
     metavar="TIME",
     help="Begin no more files after this time, such as 60s or 2h.",
@@ -98,20 +98,20 @@ def verify(
     path: str,
     shallow: bool,
     sample: float | None,
-    deadline: float | None,
+    timeout: float | None,
     seed: int | None,
     as_json: bool,
 ) -> int:
     """Compare a checkpoint, or every step of a root, with its manifest, byte by byte.
 
-    What was not read because of --sample or --deadline is told; names and sizes of all files are
+    What was not read because of --sample or --timeout is told; names and sizes of all files are
     compared in any case. Exit status 1 if anything is damaged.
     """
-    if shallow and (sample is not None or deadline is not None):
-        raise click.UsageError("--shallow reads nothing: leave out --sample and --deadline.")
+    if shallow and (sample is not None or timeout is not None):
+        raise click.UsageError("--shallow reads nothing: leave out --sample and --timeout.")
     if sample is not None and seed is None:
         seed = random.randrange(_MOST_SEEDS)
-    found = _verified(path, not shallow, sample, seed, deadline, as_json)
+    found = _verified(path, not shallow, sample, seed, timeout, as_json)
     if as_json:
         show_json(_record(found, not shallow, None if sample is None else seed))
     else:
@@ -124,7 +124,7 @@ def _verified(
     deep: bool,
     sample: float | None,
     seed: int | None,
-    deadline: float | None,
+    timeout: float | None,
     as_json: bool,
 ) -> Verification:
     from ckpt._engine.verify.file_selection import read_limits
@@ -139,7 +139,7 @@ def _verified(
             if not as_json:
                 show_lines(_lines(report))
 
-        limits = read_limits(deep, sample, seed, deadline)
+        limits = read_limits(deep, sample, seed, timeout)
         return anyio.run(verify_at, path, deep, limits, line, told, begins)
 
 
@@ -175,11 +175,11 @@ def _part(found: Verification) -> str:
     if not reports[0].deep:
         return f"{count_text(files, 'file')}, names and sizes only"
     if not unread:
-        return f"{count_text(files, 'file')}, {size_text(nbytes)} read"
+        return f"{count_text(files, 'file')}, {format_bytes(nbytes)} read"
     total = nbytes + sum(report.unread_nbytes for report in reports)
     return (
         f"{files - unread:,} of {count_text(files, 'file')} read, "
-        f"{size_text(nbytes)} of {size_text(total)}"
+        f"{format_bytes(nbytes)} of {format_bytes(total)}"
     )
 
 

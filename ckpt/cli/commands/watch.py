@@ -1,4 +1,4 @@
-"""`ckpt watch`: the saves of a run, while it goes on."""
+"""`ckpt watch`: the saves of a run in progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckpt.cli import exit_status, options
 from ckpt.cli.durations import Duration, rate_text, seconds_text
 from ckpt.cli.live_line import LiveLine
 from ckpt.cli.output import note, printable, show_json
-from ckpt.cli.text import count_text, metric_text, size_text
+from ckpt.cli.text import count_text, format_bytes, metric_text
 from ckpt.errors import InvalidArgumentError, StorageError
 from ckpt.storage._resolve import local_path
 
@@ -70,13 +70,12 @@ class _TextView:
         self._run = run
 
     def begin(self) -> None:
-        """Say what there is already."""
+        """Print the number of existing steps and the latest one."""
         if self._run.latest is not None:
             count = count_text(self._run.count, "step")
             note(f"{count} so far, the latest is {self._run.latest}")
 
     def show(self, look: Look) -> None:
-        """Show what is new."""
         for gone in look.gone:
             text = f"step {gone.step}: its attempt is gone, and there is no such step"
             self._line.above(click.style(text, fg="yellow"))
@@ -88,16 +87,15 @@ class _TextView:
 
 
 class _JsonView:
-    """Shows a run to programs: a line for everything that is new."""
+    """Shows a run to programs: prints a line for everything that is new."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, int] = {}
 
     def begin(self) -> None:
-        """Say nothing: what exists is not new."""
+        """Print nothing: existing steps are not new."""
 
     def show(self, look: Look) -> None:
-        """Print what is new."""
         found: list[GoneAttempt | SeenStep | SeenAttempt] = [*look.gone, *look.steps]
         found += [each for each in look.attempts if self._bytes.get(each.id) != each.nbytes]
         self._bytes = {each.id: each.nbytes for each in look.attempts}
@@ -141,7 +139,7 @@ def _step_line(step: SeenStep) -> str:
     when = "" if step.committed is None else f"{step.committed.astimezone():%H:%M:%S}  "
     metrics = [f"{name}={metric_text(value)}" for name, value in step.metrics.items()]
     parts = [
-        *([] if step.stored_bytes is None else [size_text(step.stored_bytes)]),
+        *([] if step.stored_bytes is None else [format_bytes(step.stored_bytes)]),
         *([rate_text(step.rate)] if step.rate is not None else []),
         *([f"blocked {seconds_text(step.blocked)}"] if step.blocked is not None else []),
         *metrics,
@@ -152,9 +150,9 @@ def _step_line(step: SeenStep) -> str:
 
 
 def _attempt_text(attempt: SeenAttempt) -> str:
-    text = f"step {attempt.step}: {size_text(attempt.nbytes)}"
+    text = f"step {attempt.step}: {format_bytes(attempt.nbytes)}"
     if attempt.expected_bytes:
-        text += f" of about {size_text(attempt.expected_bytes)}"
+        text += f" of about {format_bytes(attempt.expected_bytes)}"
     if attempt.still_seconds >= _STALLED_SECONDS:
         return f"{text}, nothing new for {seconds_text(attempt.still_seconds)}"
     return f"{text}, for {attempt.seconds:.0f} s"

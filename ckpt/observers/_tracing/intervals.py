@@ -35,7 +35,7 @@ def intersect(left: Iterable[Interval], right: Iterable[Interval]) -> list[Inter
         ended = min(ours[i][1], theirs[j][1])
         if began < ended:
             common.append((began, ended))
-        # The one that ends first overlaps nothing further on the other side.
+        # The interval that ends first overlaps nothing further on the other side.
         if ours[i][1] < theirs[j][1]:
             i += 1
         else:

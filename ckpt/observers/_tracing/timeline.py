@@ -1,7 +1,7 @@
-"""The timeline: when the phases of saves and restores ran, and the caller's own work. Pure.
+"""The timeline: the phases of saves and restores, and the caller's own work, in time. Pure.
 
 The phase `end` is the whole of an operation, and is only used to tell one save of a step from the
-next. The phase `preempted` is not work: it is what would have been lost.
+next. The phase `preempted` is not work: it is the time that would have been lost.
 
 A save has three instants. It *begins* when its first phase begins, or the caller's own `"blocked"`
 span around the call of `save()`. `save()` *returns*, and the caller goes on, at the end of that
@@ -30,11 +30,11 @@ class Span:
     """A piece of the caller's own work.
 
     Attributes:
-        name: What it is, such as `"train step"`. `"blocked"` is special: the time that a call of
-            `save()` took.
+        name: Name of the work, such as `"train step"`. `"blocked"` is special: the time that a call
+            of `save()` took.
         began_ns: Monotonic clock (`time.perf_counter_ns`) at the start.
         ended_ns: The same clock at the end.
-        thread: The name of the thread it ran in.
+        thread: Name of the thread that it ran in.
         args: Plain values that belong to it, such as the number of the step.
     """
 
@@ -51,9 +51,9 @@ class SaveTimes:
 
     Attributes:
         step: The step, or None for a one-shot checkpoint.
-        began_ns: When `save()` was called.
-        returned_ns: When the caller went on.
-        published_ns: When it was durable; None if there is no `publish` phase.
+        began_ns: Time of the call of `save()`.
+        returned_ns: Time at which the caller went on.
+        published_ns: Time at which the save was durable; None if there is no `publish` phase.
 
     Example:
         ```python
@@ -111,7 +111,7 @@ class Timeline:
             operation: `"save"`, `"restore"`, `"verify"`, `"delete"` or `"drain"`; None for all.
 
         Returns:
-            Those events, and the spans that were running between the first and the last of them.
+            The events, and the spans that were running between the first and the last of them.
 
         Example:
             ```python
@@ -139,7 +139,7 @@ class Timeline:
         """Return the saves in the order of their first phases.
 
         Events name only their step. A step that is planned again after it was published, or after
-        its save has ended, is another save. A skipped save is not one.
+        its save has ended, is another save. A skipped save does not count.
 
         Example:
             ```python
@@ -164,7 +164,7 @@ class Timeline:
         return tuple(sorted(found, key=lambda save: save.began_ns))
 
     def overlapped(self) -> list[Interval]:
-        """Return when a save was in the background and a span of the caller was running, merged.
+        """Return the intervals in which a save was in the background and the caller worked, merged.
 
         All spans count except those named `"blocked"`, so use spans for useful work only.
 

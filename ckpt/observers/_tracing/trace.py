@@ -32,8 +32,8 @@ class Trace:
     name a step, but not a manager.
 
     Args:
-        limit: How many events to keep at most, and how many spans. Then the oldest are dropped:
-            `dropped` counts them, and a warning is logged once.
+        limit: Most events to keep, and most spans. Beyond it the oldest are dropped: `dropped`
+            counts them, and a warning is logged once.
 
     Raises:
         InvalidArgumentError: `limit` is not a whole number above 0.
@@ -63,7 +63,7 @@ class Trace:
 
     @property
     def dropped(self) -> int:
-        """How many events and spans were dropped since the trace was made or cleared."""
+        """Number of events and spans that were dropped since the trace was made or cleared."""
         return self._dropped
 
     @contextmanager
@@ -74,9 +74,9 @@ class Trace:
         be nested, and may overlap, as those of asyncio tasks do.
 
         Args:
-            name: What it is, such as `"train step"`.
-            args: Values to show with it. Numbers and strings are kept, all others as their `str()`.
-                So the trace keeps no array alive, but waits until an array is computed.
+            name: Name of the work, such as `"train step"`.
+            args: Values to show with it. Numbers and strings are kept, other values as their
+                `str()`. So the trace keeps no array alive, but waits until an array is computed.
 
         Example:
             ```python
@@ -93,10 +93,10 @@ class Trace:
             self._keep(self._spans, Span(name, began, time.perf_counter_ns(), thread, shown))
 
     def timeline(self, step: int | None = None, operation: str | None = None) -> Timeline:
-        """Return what was collected so far.
+        """Return the events and spans that were collected so far.
 
         Args:
-            step: Only what happened for this step, and the spans beside it; None for everything.
+            step: Only events of this step, and the spans beside them; None for everything.
             operation: Only `"save"`, `"restore"`, `"verify"`, `"delete"` or `"drain"`; None for
                 all.
 

@@ -37,11 +37,9 @@ class TrackEntry(Struct, frozen=True):
 
     Attributes:
         name: The phase, or the name of the span.
-        role: What kind of thing it is: a known phase, `"span"`, `"blocked"` or `"other"`.
-        began_ns: When it began.
-        ended_ns: When it ended.
-        nbytes: The bytes it moved; 0 where it moved none.
-        args: Everything else that is known about it.
+        role: Kind of the entry: a known phase, `"span"`, `"blocked"` or `"other"`.
+        nbytes: Bytes that it moved, or 0.
+        args: All other values that are known about it.
     """
 
     name: str
@@ -53,7 +51,6 @@ class TrackEntry(Struct, frozen=True):
 
     @property
     def interval(self) -> Interval:
-        """From its beginning to its end."""
         return self.began_ns, self.ended_ns
 
 
@@ -72,12 +69,12 @@ class Track(Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that its entries moved."""
+        """Bytes that its entries moved."""
         return sum(entry.nbytes for entry in self.entries)
 
     @property
     def busy_ns(self) -> int:
-        """The time in which at least one of its entries was running."""
+        """Time in which at least one of its entries was running."""
         return measure(entry.interval for entry in self.entries)
 
 
@@ -145,7 +142,7 @@ def _event_tracks(events: Sequence[Event]) -> list[Track]:
 
 def _entry(event: Event) -> TrackEntry:
     role = event.phase if event.phase in _ORDER else "other"
-    # Every field, since events gain fields. Those that are None are left out.
+    # Every field counts, since events gain fields. Fields that are None are left out.
     args = {
         each.name: getattr(event, each.name) for each in fields(event) if each.name not in _SAID
     }

@@ -29,9 +29,11 @@ from ckpt.storage._local.sweep import attempt_name, lease_name, trash_name
 
 logger = logging.getLogger("ckpt")
 
-# The longest name of a file in bytes on common file systems, where the system does not tell it.
+# Longest file name in bytes on common file systems, for systems that do not tell it.
 _LONGEST_NAME = 255
-# How many lost files a message names.
+# Files that mark a checkpoint of this library or of Orbax; only such a directory is replaced.
+MARKS = (FILE_NAME, "_CHECKPOINT_METADATA", "_METADATA")
+# Number of lost files that a message names.
 _NAMED = 5
 
 
@@ -39,20 +41,18 @@ class LocalAttempt(Struct):
     """One try at writing a step directory.
 
     Attributes:
-        root: The root.
         step_dir: Name of the step directory it will become.
-        id: Random hexadecimal id.
         path: The directory, unless it was renamed.
         directory: File descriptor of the directory, whatever its name is by now.
         lease: File descriptor of the lease, which it keeps locked.
         made: Directories that exist. They are not made again, so that a directory that was
             removed stays removed.
         mode: Permissions of its directories; None follows the umask.
-        joined: Whether another process has begun it. That process has the lease, and `lease` is
-            not a descriptor.
+        joined: True if another process has begun it. That process has the lease, and `lease` is not
+            a descriptor.
         folder: Empty: the files are in the step directory itself.
-        keep: Whether the directory of its name must be left to a later cleaner.
-        ended: Whether the descriptors were closed. Hold `guard` to read it and to use them.
+        keep: True if its directory must be left to a later cleaner.
+        ended: True once the descriptors are closed. Hold `guard` to read it and to use them.
     """
 
     root: Path
@@ -71,11 +71,11 @@ class LocalAttempt(Struct):
 
 
 def begin(root: Path, step_dir: str, lease_seconds: float, mode: int | None = None) -> LocalAttempt:
-    """Begin an attempt under a new random name, with these permissions."""
+    """Begin an attempt under a new random name; `mode` is for its directories."""
     token = uuid.uuid4().hex
     path = root / attempt_name(step_dir, token)
     _check_length(root, step_dir, trash_name(path.name))
-    # The lease comes first, so that there is no moment in which the attempt looks abandoned.
+    # The lease comes first, so that the attempt never looks abandoned.
     lease = take_lease(root / lease_name(token), lease_seconds, mode)
     try:
         posix.make_directory(path, mode)
@@ -89,7 +89,7 @@ def begin(root: Path, step_dir: str, lease_seconds: float, mode: int | None = No
 
 
 def _check_length(root: Path, step_dir: str, longest: str) -> None:
-    """Raise if an attempt could not be made, or could be made, but not renamed to be removed."""
+    """Raise if the longest name of an attempt, which it gets to be removed, is too long."""
     try:
         most = os.pathconf(root, "PC_NAME_MAX")
     except (OSError, ValueError):
@@ -123,12 +123,11 @@ def write(attempt: LocalAttempt, path: str, data: memoryview) -> None:
 
 
 def make_directories(attempt: LocalAttempt, path: Path) -> None:
-    """Make the directories of an attempt down to `path`."""
     if path in attempt.made:
         return
     for directory in [*reversed(path.parents), path]:
         if directory.is_relative_to(attempt.path) and directory not in attempt.made:
-            # Level by level: an attempt that was removed meanwhile is not made again.
+            # Level by level, so that an attempt that was removed meanwhile is not made again.
             with contextlib.suppress(FileExistsError):
                 posix.make_directory(directory, attempt.mode)
             attempt.made.add(directory)
@@ -138,7 +137,7 @@ def link(attempt: LocalAttempt, path: str, folder: str = "") -> None:
     """Link a regular file of the step directory, or of a folder in it, into the attempt.
 
     Raises:
-        ValueError: It does not exist, is not a regular file, or a part of its path is a link.
+        ValueError: The file does not exist, is not a regular file, or a part of its path is a link.
     """
     source = "/".join(filter(None, (attempt.step_dir, folder, path)))
     try:
@@ -158,12 +157,12 @@ class NoHardLinksError(Exception):
 
 
 def share(attempt: LocalAttempt, step_dir: str, files: Mapping[str, int]) -> list[str]:
-    """Link regular files of a step directory into the attempt; return the paths of those it has.
+    """Link regular files of a step directory into the attempt; return the paths of the linked ones.
 
     Args:
         attempt: The attempt.
         step_dir: The step directory.
-        files: Size in bytes of every file, by its path there. One of another size stays out.
+        files: Size in bytes of every file, by its path there. Files of another size are left out.
 
     Raises:
         NoHardLinksError: The file system has no links at all.
@@ -175,7 +174,7 @@ def share(attempt: LocalAttempt, step_dir: str, files: Mapping[str, int]) -> lis
         try:
             fd, found = posix.open_regular(attempt.root, source)
         except (OSError, ValueError):
-            # Deleted or damaged since. What cannot be read is not shared, but written.
+            # The file was deleted or damaged since. The caller writes files that are not shared.
             continue
         try:
             if found != size:
@@ -190,7 +189,7 @@ def share(attempt: LocalAttempt, step_dir: str, files: Mapping[str, int]) -> lis
                 raise
             if not shared and error.errno in posix.WITHOUT_LINKS:
                 raise NoHardLinksError(error.strerror) from error
-            # What goes wrong here may go right, or wrong with a better error, in a write.
+            # The write that follows may succeed, or fail with a better error.
             continue
         finally:
             os.close(fd)
@@ -199,12 +198,12 @@ def share(attempt: LocalAttempt, step_dir: str, files: Mapping[str, int]) -> lis
 
 
 def take_over(attempt: LocalAttempt, left: str, paths: Sequence[str]) -> list[str]:
-    """Move regular files of a dead attempt into this one; return the paths of those it has.
+    """Move regular files of a dead attempt into this one; return the paths of the moved ones.
 
     Args:
         attempt: The attempt.
-        left: Name of the directory of the dead one.
-        paths: The files, by their paths there and here.
+        left: Name of the directory of the dead attempt.
+        paths: The files, which have the same paths in both.
 
     Raises:
         OSError: The attempt was removed.
@@ -216,10 +215,10 @@ def take_over(attempt: LocalAttempt, left: str, paths: Sequence[str]) -> list[st
         try:
             fd, _ = posix.open_regular(attempt.root, f"{left}/{path}")
         except (OSError, ValueError):
-            # A sweep was quicker.
+            # A sweep has removed it.
             continue
         try:
-            # Its writer may have died between the last byte and this.
+            # The dead writer may have died after the last byte, before syncing it.
             os.fsync(fd)
             os.rename(attempt.root / left / path, target)
         except OSError:
@@ -243,25 +242,25 @@ def publish(
 
     Args:
         attempt: The attempt.
-        overwrite: Whether an existing step directory is replaced.
+        overwrite: True replaces an existing step directory.
         replacing: Id of the attempt that the existing step directory came from; only that is
             replaced.
         files: Size in bytes of every file that the attempt must hold, by path.
 
     Returns:
-        Whether a step directory was replaced. The old one has the attempt's name now.
+        True if a step directory was replaced. The old one has the attempt's name now.
 
     Raises:
         StepExistsError: The step directory exists, and may not be replaced, or is not a checkpoint.
         StepDeletedError: The step directory of `replacing` is gone.
-        OSError: It could not be published, and is not.
+        OSError: The attempt could not be published, and is not.
     """
     target = attempt.root / attempt.step_dir
     with noticing_removal(attempt):
         posix.fsync_directories(attempt.path)
         if not _has_name(attempt.directory, attempt.path):
-            # It was removed or replaced. The name alone proves nothing: the directory may be
-            # another writer's.
+            # The attempt was removed or replaced. The name alone proves nothing: the directory may
+            # be another writer's.
             raise FileNotFoundError
     _check_files(attempt, attempt.path, files or {})
     with noticing_removal(attempt):
@@ -271,11 +270,11 @@ def publish(
             replaced = _take_place(attempt, target, replacing)
     try:
         posix.fsync_directory(attempt.root)
-        # A removal that had begun before goes on under the new name.
+        # A removal that began before the rename goes on under the new name.
         _check_files(attempt, target, files or {})
     except OSError:
-        # The new name might not survive a power cut, or the step is not whole. So the save has
-        # failed, and what it published is taken back.
+        # The new name might not survive a power cut, or the step is not whole. The save has failed,
+        # so its publication is undone.
         _take_back(attempt, target, replaced)
         raise
     return replaced
@@ -283,7 +282,7 @@ def publish(
 
 @contextlib.contextmanager
 def noticing_removal(attempt: LocalAttempt) -> Iterator[None]:
-    """Tell of a removed attempt where the body does not find a file or a directory of it."""
+    """Explain a file or directory that the body does not find by the removal of the attempt."""
     try:
         yield
     except FileNotFoundError as error:
@@ -299,16 +298,16 @@ def noticing_removal(attempt: LocalAttempt) -> Iterator[None]:
 
 
 def _check_files(attempt: LocalAttempt, path: Path, files: Mapping[str, int]) -> None:
-    """Raise if a file of the attempt, which has the name `path`, is gone or was cut."""
+    """Raise if a file of the attempt, whose directory is now `path`, is missing or was cut."""
     try:
         found = posix.list_files(path)
     except FileNotFoundError:
-        # Something vanished while it was listed, so each file is looked at.
+        # Something vanished during the listing, so each file is looked at.
         found = {}
     suspects = [name for name, size in files.items() if found.get(name) != size]
     # On a network file system a list may be out of date, but an opened file is not.
     lost = [name for name in suspects if not _is_whole(path, name, files[name])]
-    # Once it was published, another writer may have deleted or replaced it.
+    # After publication, another writer may have deleted or replaced the step.
     if not lost or not _has_name(attempt.directory, path):
         return
     some = ", ".join(map(repr, lost[:_NAMED])) + (", ..." if len(lost) > _NAMED else "")
@@ -350,29 +349,29 @@ def _give_name(attempt: LocalAttempt, target: Path, overwrite: bool) -> bool:
 def _take_place(attempt: LocalAttempt, target: Path, replacing: str) -> bool:
     """Exchange an attempt with the step directory that came from the attempt `replacing` only."""
     try:
-        # Held open, to recognize the directory after the exchange beyond doubt.
+        # Held open to recognize the directory beyond doubt after the exchange.
         old = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise _gone(target) from error
+        raise _gone_error(target) from error
     try:
         if _attempt_of(target) != replacing:
-            raise _gone(target)
+            raise _gone_error(target)
         try:
             posix.exchange(attempt.path, target)
         except FileNotFoundError as error:
             if not _has_name(attempt.directory, attempt.path):
                 raise
-            raise _gone(target) from error
+            raise _gone_error(target) from error
         if not _has_name(old, attempt.path):
             # Another step has taken the name since it was checked. It gets the name back.
             _take_back(attempt, target, replaced=True)
-            raise _gone(target)
+            raise _gone_error(target)
     finally:
         os.close(old)
     return True
 
 
-def _gone(target: Path) -> StepDeletedError:
+def _gone_error(target: Path) -> StepDeletedError:
     return StepDeletedError(
         f"{target} was deleted or replaced meanwhile, or cannot be read any more, so it was not "
         "changed. Look at what is there now, and try again"
@@ -383,21 +382,21 @@ def _refuse_to_replace(target: Path, overwrite: bool, error: OSError) -> None:
     """Raise unless an existing step directory may be replaced.
 
     Raises:
-        StepExistsError: It may not.
-        FileNotFoundError: It is gone.
+        StepExistsError: The step directory must not be replaced.
+        FileNotFoundError: The step directory is gone.
     """
     if not overwrite:
         raise StepExistsError(
             f"{target} already exists and was not changed. Choose another step, or pass "
-            "overwrite=True to replace it"
+            "if_exists='replace' to replace it"
         ) from error
     if not stat.S_ISDIR(os.lstat(target).st_mode):
-        # The exchange would swap these as well, and then they could not be removed.
+        # The exchange would swap a file or a link as well, and then it could not be removed.
         raise StepExistsError(
             f"{target} is a file or a link, not a checkpoint, and was not changed. Move it away, "
             "or choose another name"
         ) from error
-    if not posix.is_there(target / FILE_NAME) and posix.is_there(target):
+    if not any(posix.is_there(target / name) for name in MARKS) and posix.is_there(target):
         raise StepExistsError(
             f"{target} exists and is not a checkpoint of this library, so it is never replaced. "
             "Move it away, or choose another name"
@@ -405,8 +404,8 @@ def _refuse_to_replace(target: Path, overwrite: bool, error: OSError) -> None:
 
 
 def _take_back(attempt: LocalAttempt, target: Path, replaced: bool) -> None:
-    """Undo a publication that is not durable, without touching what may be another writer's."""
-    # Until that is durable, a power cut may bring back either name.
+    """Undo a publication that is not durable, without touching another writer's directory."""
+    # A power cut may bring back either name until the undoing is durable.
     attempt.keep = True
     swap = posix.exchange if replaced else posix.rename_new
     try:
@@ -415,7 +414,7 @@ def _take_back(attempt: LocalAttempt, target: Path, replaced: bool) -> None:
             return
         swap(target, attempt.path)
         if not _has_name(attempt.directory, attempt.path):
-            # Another process replaced it between the check and the swap. Theirs goes back.
+            # Another process replaced it between the check and the swap. Its directory goes back.
             swap(attempt.path, target)
             return
         posix.fsync_directory(attempt.root)
@@ -452,8 +451,8 @@ def end(attempt: LocalAttempt) -> None:
             is_left = posix.is_there(attempt.path)
         except OSError:
             is_left = True
-        # If the attempt could not be removed, its lease stays, unlocked: that shows a cleaner at
-        # once that the attempt has no owner any more.
+        # The lease of an attempt that could not be removed stays, unlocked. A cleaner then sees at
+        # once that the attempt has no owner.
         _end_lease(None if is_left else lease, attempt.lease)
 
 
@@ -462,7 +461,7 @@ def discard(attempt: LocalAttempt) -> None:
     if attempt.joined:
         return
     if attempt.keep:
-        # Hidden only. A cleaner removes its bytes once the names in the root are durable.
+        # Only hidden. A cleaner removes its bytes once the names in the root are durable.
         with contextlib.suppress(OSError):
             os.rename(attempt.path, attempt.path.with_name(trash_name(attempt.path.name)))
         return
@@ -470,7 +469,7 @@ def discard(attempt: LocalAttempt) -> None:
 
 
 def _end_lease(path: Path | None, lease: int) -> None:
-    # A lease that cannot be removed now is swept later, since its lock is free by then.
+    # A sweep removes a lease that cannot be removed now, since its lock is free by then.
     if path is not None:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -501,7 +500,7 @@ def hide(root: Path, step_dir: str, attempt: str | None = None) -> Path | None:
         if directory is None or _has_name(directory, trash):
             posix.fsync_directory(root)
             return trash
-        # It was replaced between the check and the rename, and goes back.
+        # The step was replaced between the check and the rename, and goes back.
         try:
             posix.rename_new(trash, root / step_dir)
         except FileExistsError:
@@ -513,7 +512,7 @@ def hide(root: Path, step_dir: str, attempt: str | None = None) -> Path | None:
 
 
 def _attempt_of(path: Path) -> str | None:
-    """Return the id of the attempt that wrote the directory at `path`; None if it does not say."""
+    """Return the id of the attempt that wrote the directory at `path`; None if unknown."""
     with contextlib.suppress(OSError, ValueError):
         data = posix.read_regular(path, FILE_NAME, MAX_BYTES)
         summary = None if data is None else peek(data)
@@ -522,8 +521,8 @@ def _attempt_of(path: Path) -> str | None:
 
 
 def remove_hidden(path: Path) -> None:
-    """Remove an attempt, or trash."""
-    # Under that name it cannot be taken for an attempt whose writer is alive, whatever happens.
+    """Remove the directory of an attempt or of a deleted step."""
+    # Under the trash name it is never taken for the attempt of a live writer.
     trash = path.with_name(trash_name(path.name))
     if trash != path:
         with contextlib.suppress(OSError):
@@ -535,7 +534,7 @@ def remove_hidden(path: Path) -> None:
 
 
 def _has_name(directory: int, path: Path) -> bool:
-    """Tell whether `path` is the name of an open directory at this moment."""
+    """Return True if `path` is the name of an open directory at this moment."""
     kept = os.fstat(directory)
     try:
         named = os.stat(path, follow_symlinks=False)

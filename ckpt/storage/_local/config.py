@@ -1,14 +1,19 @@
-"""A local root as users name it when a path has no room for how its files are written."""
+"""`Local`: a local root, and how its files are written, for which a path has no room."""
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ckpt._arguments import invalid, one_of, true_or_false
 
 FileIo = Literal["direct", "tensorstore"]
+
+# With the set-group bit, all files belong to the group, whichever user makes them.
+_MOST_PERMISSIONS = 0o7777
+_OWNER = 0o700
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +26,11 @@ class Local:
             fastest on the machines it was measured on. `tensorstore` has the file driver of
             TensorStore write and read the same files. A checkpoint written in one way is read in
             either.
-        hard_links: Whether a step shares the files of arrays that are the same as in the step
+        hard_links: True lets a step share the files of arrays that are the same as in the step
             before: such a file has a name in both steps, its bytes are stored once, and each step
             can be deleted without harm to the other. False writes every step in full.
+        permission_mode: Permissions of new directories, such as 0o750; files get the same without
+            the execute bits. None lets both follow the umask.
 
     Raises:
         InvalidArgumentError: An argument is invalid.
@@ -38,10 +45,12 @@ class Local:
     path: str | os.PathLike[str]
     io: FileIo = "direct"
     hard_links: bool = True
+    permission_mode: int | None = None
 
     def __post_init__(self) -> None:
         one_of("io", self.io, get_args(FileIo), of="Local")
         true_or_false("hard_links", self.hard_links, of="Local")
+        _check_mode(self.permission_mode)
         given: object = self.path
         if isinstance(given, Local) or not isinstance(given, str | os.PathLike):
             raise invalid("path", given, "the path of a directory", of="Local")
@@ -51,3 +60,13 @@ class Local:
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)
+
+
+def _check_mode(mode: int | None) -> None:
+    if mode is not None and (
+        type(mode) is not int or not 0 <= mode <= _MOST_PERMISSIONS or mode & _OWNER != _OWNER
+    ):
+        what = "permissions that allow the owner of a directory everything, such as 0o750"
+        if type(mode) is int and re.fullmatch("7[0-7]{2}", str(mode)):
+            what += f". Did you mean 0o{mode}?"
+        raise invalid("permission_mode", mode, what, of="Local")

@@ -1,10 +1,10 @@
 """Data files on a local file system: written and read past the page cache if possible.
 
 A checkpoint is written once and read rarely. Copying it into the page cache costs memory bandwidth
-and cores that training needs, and evicts what is needed more. Direct I/O moves the bytes straight
-between the arena and the device. Measured on a virtual machine of two cores with
-a disk of 2.1 GB/s, 512 MiB in files of 48 MiB: direct 2.1 GB/s and 0.04 s of processor time,
-through the page cache 0.7 to 1.8 GB/s and 0.2 to 0.9 s.
+and cores that training needs, and evicts data that is needed more. Direct I/O moves the bytes
+straight between the arena and the device. Measured on a virtual machine of two cores with a disk of
+2.1 GB/s, 512 MiB in files of 48 MiB: direct 2.1 GB/s and 0.04 s of processor time, through the page
+cache 0.7 to 1.8 GB/s and 0.2 to 0.9 s.
 
 The functions block and raise `OSError`.
 """
@@ -30,13 +30,13 @@ _DIRECT_BYTES = 1 << 20
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 # Linux moves at most 2 GiB - 4 KiB in one call. Smaller calls can be interrupted sooner.
 _MOST_BYTES = 64 << 20
-# What is read at once where it has to be copied: it stays in the cache of a core.
+# Bytes of one read that has to be copied; they stay in the cache of a core.
 _PIECE_BYTES = 2 << 20
 # MADV_POPULATE_READ of Linux 5.14, which Python has no name for.
 _POPULATE_READ = 22
-# What Linux calls the file system in `/dev/shm`, TMPFS_MAGIC; more than there is in a `statfs`.
+# TMPFS_MAGIC, the type of the file system in `/dev/shm`; more words than a `statfs` has.
 _IN_MEMORY, _MOST_WORDS = 0x01021994, 64
-# What a file system answers that has no direct I/O.
+# Errors of a file system that has no direct I/O.
 WITHOUT_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -48,17 +48,17 @@ def write_block(
     offset: int = 0,
     is_last: bool = True,
 ) -> None:
-    """Write a new file that holds `data`, or a part of one; durable once the last part is written.
+    """Write `data` as a new file, or as a part of one; durable once the last part is written.
 
     Direct I/O is used for whole sectors in aligned memory if the file system has it, and the page
     cache otherwise.
 
     Args:
         path: The file.
-        data: What it holds.
-        mode: It gets these permissions, without execution; None follows the umask.
-        offset: Where in the file `data` begins; at 0 the file is made.
-        is_last: Whether the file ends with it.
+        data: The bytes to write.
+        mode: Permissions, of which execution is left out; None follows the umask.
+        offset: Offset of `data` in the file; at 0 the file is made.
+        is_last: True if the file ends with `data`.
 
     Raises:
         FileExistsError: A file of that name exists.
@@ -86,8 +86,8 @@ def _write_direct(path: Path, fd: int, offset: int, data: memoryview) -> int:
     """Write `data` past the page cache; return how many bytes were written before it failed."""
     done = 0
     try:
-        # Before any byte is written: the file gets contiguous space, and a full disk is noticed
-        # early. File systems that cannot do this lose nothing.
+        # Reserved before any byte is written, so that the file gets contiguous space and a full
+        # disk is noticed early. File systems that cannot do this lose nothing.
         reserve(fd, len(data), offset)
         direct = os.open(path, os.O_WRONLY | _DIRECT | os.O_CLOEXEC)
     except OSError as error:
@@ -102,7 +102,7 @@ def _write_direct(path: Path, fd: int, offset: int, data: memoryview) -> int:
                 # A short write may end anywhere, and then the rest cannot be direct.
                 break
     except OSError as error:
-        # This is where a device or memory that needs another alignment shows.
+        # A device or memory that needs another alignment fails here.
         if error.errno not in WITHOUT_DIRECT:
             raise
     finally:
@@ -131,8 +131,8 @@ def read_block(
 
     Raises:
         EOFError: The file is shorter.
-        ValueError: It is not a regular file; see `open_regular`.
-        FileNotFoundError, NotADirectoryError: It does not exist.
+        ValueError: The file is not a regular file; see `open_regular`.
+        FileNotFoundError, NotADirectoryError: The file does not exist.
     """
     fd, size = open_regular(top, path)
     try:
@@ -158,16 +158,17 @@ def map_block(
 ) -> None:
     """Map the bytes of a file below `top` from `offset` on, and call `then` with them.
 
-    The mapping is private: what is written to it goes into memory of this process. All pages are
-    looked up here, so that a sector that cannot be read is an error now, and not the end of the
-    process when somebody touches it. A file that is cut short later is. Files in memory have no
-    sectors: threads that touch their pages wait less for each other than those that look them up.
+    The mapping is private: writes to it go into memory of this process. All pages are looked up
+    here, so that an unreadable sector is an error now, instead of ending the process when a page is
+    touched. A file that is cut short later still ends it. Files in memory have no sectors, and
+    their pages are not looked up: threads that touch pages wait less for each other than threads
+    that look them up.
 
     Raises:
         EOFError: The file is shorter.
-        ValueError: It is not a regular file; see `open_regular`.
-        FileNotFoundError, NotADirectoryError: It does not exist.
-        OSError: It cannot be read or mapped.
+        ValueError: The file is not a regular file; see `open_regular`.
+        FileNotFoundError, NotADirectoryError: The file does not exist.
+        OSError: The file cannot be read or mapped.
     """
     fd, size = open_regular(top, path)
     try:
@@ -185,14 +186,14 @@ def _mapped(fd: int, offset: int, nbytes: int) -> memoryview:
     if not _is_in_memory(fd):
         error = advise(address_of(region), nbytes, _POPULATE_READ)
         if error is not None and error.errno != errno.EINVAL:
-            # Touching a page would have ended the process.
+            # Touching the page would have ended the process.
             number = errno.EIO if error.errno == errno.EFAULT else error.errno or 0
             raise OSError(number, os.strerror(number))
     return region
 
 
 def _is_in_memory(fd: int) -> bool:
-    """Tell whether a file is in shared memory, as far as the system says."""
+    """Return True if a file is in shared memory, as far as the system says."""
     if sys.platform != "linux":
         return False
     words = (ctypes.c_long * _MOST_WORDS)()
@@ -200,13 +201,13 @@ def _is_in_memory(fd: int) -> bool:
 
 
 def _is_cached(fd: int, offset: int, nbytes: int) -> bool:
-    """Tell whether most of a part of a file is in the page cache.
+    """Return True if most of a part of a file is in the page cache.
 
     The kernel is asked without reading. A trial read, even a non-blocking one, would start to read
     ahead, and the next reader would find only the first pages cached. For a file that this process
     may not write, the kernel always says that all of it is cached.
     """
-    # Here and below, since lists of steps need no array bytes.
+    # Imported late, here and below: lists of steps read no arrays, and need no numpy.
     import numpy as np
 
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
@@ -215,7 +216,7 @@ def _is_cached(fd: int, offset: int, nbytes: int) -> bool:
         mincore = system_library().mincore
         region = map_memory(length, fd, start, mmap.PROT_READ)
     except (AttributeError, OSError, ValueError):
-        # Unknown, and the cache is as good a guess.
+        # The answer is unknown, and the cache is as good a guess.
         return True
     pages = np.empty(-(-length // mmap.PAGESIZE), np.uint8)
     address, found = ctypes.c_void_p(address_of(region)), ctypes.c_void_p(pages.ctypes.data)
@@ -225,7 +226,7 @@ def _is_cached(fd: int, offset: int, nbytes: int) -> bool:
 
 
 def _read_direct(fd: int, offset: int, target: memoryview) -> int:
-    """Read whole sectors past the page cache; return how many bytes that gave."""
+    """Read whole sectors past the page cache; return the number of bytes read."""
     import numpy as np
 
     if not _DIRECT or offset % _SECTOR:
@@ -233,7 +234,7 @@ def _read_direct(fd: int, offset: int, target: memoryview) -> int:
     length = len(target) // _SECTOR * _SECTOR
     done = 0
     place = np.frombuffer(target, np.uint8)
-    # Memory of jax is aligned to cache lines only. A copy costs less than the page cache does.
+    # jax aligns memory to cache lines only. A copy costs less than the page cache does.
     pieces = None
     if place.ctypes.data % _SECTOR:
         pieces = np.frombuffer(map_memory(min(_PIECE_BYTES, length)), np.uint8)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 def of_each(
     what: str, top: str, names: Sequence[str], path: str, act: Callable[[str], T]
 ) -> list[T]:
-    """Return the result of `act` for each step directory. An error names the one it is about."""
+    """Return the result of `act` for each step directory. An error names the step directory."""
     found = []
     for name in names:
         try:

@@ -1,7 +1,7 @@
 """Leases: how a cleaner knows that the writer of an attempt is gone.
 
 Beside an attempt there is a lease, a small file that its writer keeps locked as long as it lives.
-It says on which boot of which machine the writer runs, and how long the lease lasts. The writer
+The lease says on which boot of which machine the writer runs, and how long it lasts. The writer
 renews it by touching it, so only the clock of the file system decides when it has expired. The
 functions block and raise `OSError`; docs/design/001-commit-protocol.md has the rule.
 """
@@ -26,10 +26,10 @@ from ckpt.storage._base import owner_of, time_in
 
 _MAX_BYTES = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# One second in all. A cleaner needs less than a millisecond.
+# One second in all. A cleaner holds the lock for less than a millisecond.
 _LOCK_TRIES, _LOCK_PAUSE_SECONDS = 200, 0.005
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
-# For a lease that was only just made and is still empty, or an attempt whose lease was removed.
+# For a lease that was just made and is still empty, and an attempt whose lease was removed.
 WITHOUT_LEASE_SECONDS = 3600.0
 
 
@@ -37,13 +37,13 @@ class Lease(Struct, frozen=True):
     """A lease that a cleaner has opened.
 
     Attributes:
-        is_local: Whether the writer ran on this boot of this machine, saw the same device, and
-            had the lock.
-        seconds: How long the lease lasts after it was renewed.
-        renewed: When it was renewed last, in seconds of the file system's clock.
-        free: Whether the cleaner holds its lock: True, False if another does, None if the
-            file system has no locks.
-        begun: When the writer made it, by its own clock; None if it does not say.
+        is_local: True if the writer ran on this boot of this machine, saw the same device, and had
+            the lock.
+        seconds: Duration of the lease after a renewal.
+        renewed: Time of the last renewal, in seconds of the file system's clock.
+        free: True if the cleaner holds its lock, False if another process does, None if the file
+            system has no locks.
+        begun: Time at which the writer made it, by the writer's clock; None if unknown.
         owner: Host and process of the writer, for people.
     """
 
@@ -72,21 +72,22 @@ def take_lease(path: Path, seconds: float, mode: int | None = None) -> int:
 
     Args:
         path: The lease.
-        seconds: How long it lasts after it was renewed.
-        mode: It gets these permissions, without execution; None follows the umask.
+        seconds: Duration of the lease after a renewal.
+        mode: Permissions, of which execution is left out; None follows the umask.
 
     Returns:
-        The file descriptor. It holds the lock until it is closed or this process ends, for
-        whatever reason.
+        The file descriptor. It holds the lock until it is closed or this process ends, for whatever
+        reason.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         if mode is not None:
             os.fchmod(fd, mode & 0o666)
-        # Without a lock, a cleaner that gets one proves nothing, and only the time decides.
+        # A lease that its writer could not lock names no boot: a cleaner that locks it proves
+        # nothing, and only the time decides.
         boot = boot_id() if _locked(fd) else None
-        # Written after it is locked: a lease that is valid and unlocked has a writer that ended.
-        # Not synced: after a power cut there is no writer any more.
+        # Written after it is locked, so that a valid unlocked lease has a writer that ended. Not
+        # synced, since no writer survives a power cut.
         content = {"boot": boot, "device": os.fstat(fd).st_dev, "seconds": seconds}
         people = {"host": platform.node(), "pid": os.getpid(), "begun": time.time()}
         data = json.dumps(content | people).encode()
@@ -101,9 +102,9 @@ def take_lease(path: Path, seconds: float, mode: int | None = None) -> int:
 
 
 def _locked(lease: int) -> bool:
-    """Lock a new lease; tell whether that worked.
+    """Lock a new lease; return True if that worked.
 
-    A cleaner that inspects it holds the lock for a moment, or forever if it is stopped then.
+    A cleaner that inspects the lease holds the lock for a moment, or forever if it is stopped then.
     """
     for _ in range(_LOCK_TRIES):
         try:
@@ -117,7 +118,6 @@ def _locked(lease: int) -> bool:
 
 
 def renew_lease(lease: int) -> None:
-    """Renew a lease."""
     os.utime(lease)
 
 
@@ -165,7 +165,7 @@ def _parsed(content: bytes, status: os.stat_result, free: bool | None) -> Lease:
 
 
 def is_abandoned(lease: Lease, now: Callable[[], float]) -> bool:
-    """Tell whether the writer of a lease is dead, or must be taken for dead.
+    """Return True if the writer of a lease is dead, or must be taken for dead.
 
     The kernel drops the lock however its owner ends. So for a writer on this boot of this machine
     the lock alone decides. For a writer elsewhere a free lock may mean nothing, since not all file

@@ -1,10 +1,10 @@
 """Notes: small files in folders of a root, beside its steps, such as root metadata and pins.
 
 A lasting note is written like an attempt, and gets its name once it is durable, so that a sweep
-finds what a dead writer left. A brief note, which says what a process is doing at the moment, is
-made under its own name and never synced: after a power cut no process does it any more. A folder is
-made for its first note and removed with its last. Both get the permissions `mode`, files without
-execution; None follows the umask. The functions block and raise `OSError`.
+finds the remains of a dead writer. A brief note says what a process is doing at the moment. It is
+made under its own name and never synced, since no process survives a power cut. A folder is made
+for its first note and removed with its last. Folders and notes get the permissions `mode`, notes
+without execution; None follows the umask. The functions block and raise `OSError`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckpt.storage._local.sweep import store_time
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _RENAME_NOREPLACE = 1
-# How often a folder may vanish between making it and using it, because it was empty.
+# Tries to use a folder, which may vanish between making and using it while it is empty.
 _TRIES = 100
 
 
@@ -47,7 +47,7 @@ def put(
         write_block(written, memoryview(data), mode)
         for last in _tries():
             try:
-                with _made(root, folder, mode) as directory:
+                with _open_made_folder(root, folder, mode) as directory:
                     if not _give_name(written, root / folder / file, directory, replace):
                         return False
                     # A rename from one directory to another changes both.
@@ -74,7 +74,7 @@ def _give_name(written: Path, target: Path, directory: int, replace: bool) -> bo
     if code == errno.EEXIST:
         return False
     if code:
-        # Without that rename there are hard links, which do not replace either.
+        # Hard links do not replace either, and some systems have only those.
         try:
             os.link(written, target)
         except FileExistsError:
@@ -90,7 +90,7 @@ def _rename_alone(written: Path, target: Path, directory: int) -> bool:
     """Rename a note to a name that must not exist, where the system has no such operation.
 
     Writers take turns by a lock on the folder. Where there are no locks either, the later of two
-    that write one note in the same moment wins. It is whole at any time.
+    writers of a note in the same moment wins. The note is whole at any time.
     """
     with contextlib.suppress(OSError):
         fcntl.flock(directory, fcntl.LOCK_EX)
@@ -105,14 +105,14 @@ def _rename_alone(written: Path, target: Path, directory: int) -> bool:
 
 
 def put_brief(root: Path, name: str, data: bytes, mode: int | None = None) -> bool:
-    """Make a note that need not survive a power cut; False if it exists, and is not changed.
+    """Make a note that need not survive a power cut; False if it exists, which changes nothing.
 
-    Its name appears before its content.
+    The name of the note appears before its content.
     """
     folder, file = note_parts(name)
     for last in _tries():
         try:
-            with _made(root, folder, mode) as directory:
+            with _open_made_folder(root, folder, mode) as directory:
                 fd = os.open(file, _NEW, 0o666, dir_fd=directory)
         except FileExistsError:
             return False
@@ -160,7 +160,7 @@ def _now(root: Path) -> float:
     try:
         return store_time(root)
     except OSError:
-        # A process that may not write here cannot renew or remove notes either, only show them.
+        # A process that may not write here only shows notes, and any clock will do for that.
         return time.time()
 
 
@@ -197,7 +197,7 @@ def _tries() -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _made(root: Path, folder: str, mode: int | None) -> Iterator[int]:
+def _open_made_folder(root: Path, folder: str, mode: int | None) -> Iterator[int]:
     """Open a folder of notes, and make it if it is missing. A link is refused."""
     with contextlib.suppress(FileExistsError):
         posix.make_directory(root / folder, mode)

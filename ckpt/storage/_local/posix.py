@@ -1,7 +1,7 @@
 """File-system primitives of the commit protocol: Linux first, POSIX where possible.
 
 Each function does one thing, blocks, and raises `OSError`. See docs/design/001-commit-protocol.md
-for the order in which they are used, and for what a crash between any two of them leaves on disk.
+for the order of their use, and for the state on disk after a crash between any two of them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
-# The errors of a file system without hard links, or without any more of them for this file.
+# Errors of a file system without hard links, or of a file that can have no more of them.
 UNLINKABLE = _UNSUPPORTED | {errno.EPERM, errno.EXDEV, errno.EMLINK}
-# Those that every other file would meet, too.
+# Errors that every other file would meet, too.
 WITHOUT_LINKS = UNLINKABLE - {errno.EMLINK}
 _COPIED_BYTES = 4 << 20
 
@@ -46,7 +46,7 @@ def fsync_directory(path: str | os.PathLike[str], fd: int | None = None) -> None
     except FileNotFoundError:
         raise
     except OSError as error:
-        # The operation that it belongs to has succeeded so far, and would be blamed otherwise.
+        # The error names the fsync: the operation before it has succeeded, and would be blamed.
         what = f"fsync of the directory {os.fspath(path)} was refused: {error.strerror}"
         if error.errno in _UNSUPPORTED:
             what += ". On this file system no step would survive a power cut; use another one"
@@ -61,7 +61,7 @@ def fsync_directories(top: Path) -> None:
 
 def make_directory(path: Path, mode: int | None) -> None:
     """Make a directory with the permissions `mode`; None follows the umask."""
-    # It must not have more permissions than that, not even for a moment.
+    # Made with `mode`, so that it never has more permissions, not even for a moment.
     os.mkdir(path, 0o777 if mode is None else mode & 0o777)
     if mode is not None:
         os.chmod(path, mode)
@@ -139,8 +139,8 @@ def open_regular(top: Path, path: str) -> tuple[int, int]:
         path: Path of the file relative to `top`, with `/`.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: It does not exist.
-        ValueError: It is not a regular file, or a part of the path is a link.
+        FileNotFoundError, NotADirectoryError: The file does not exist.
+        ValueError: The file is not a regular file, or a part of the path is a link.
     """
     *directories, name = path.split("/")
     if {"", ".", ".."} & {*directories, name}:
@@ -185,7 +185,7 @@ def read_regular(top: Path, path: str, limit: int) -> bytes | None:
     """Return the content of a regular file below `top`, or None if it does not exist.
 
     Raises:
-        ValueError: It is not a regular file, or larger than `limit`; see `open_regular`.
+        ValueError: The file is not a regular file, or larger than `limit`; see `open_regular`.
     """
     found = read_head(top, path, limit, limit)
     return None if found is None else found[0]
@@ -198,10 +198,10 @@ def read_head(top: Path, path: str, limit: int, most: int) -> tuple[bytes, int] 
         top: The directory.
         path: The file, relative to it.
         limit: The largest size that the file may have.
-        most: How many bytes are read at most.
+        most: Most bytes to read.
 
     Raises:
-        ValueError: It is not a regular file, or larger than `limit`; see `open_regular`.
+        ValueError: The file is not a regular file, or larger than `limit`; see `open_regular`.
     """
     try:
         fd, size = open_regular(top, path)
@@ -222,13 +222,8 @@ def read_head(top: Path, path: str, limit: int, most: int) -> tuple[bytes, int] 
 def read_tail(top: Path, path: str, most: int) -> tuple[bytes, int] | None:
     """Return the end of a regular file below `top` and its size; None if there is none.
 
-    Args:
-        top: The directory.
-        path: The file, relative to it.
-        most: How many bytes are read at most.
-
     Raises:
-        ValueError: It is not a regular file, or was cut meanwhile; see `open_regular`.
+        ValueError: The file is not a regular file, or was cut meanwhile; see `open_regular`.
     """
     try:
         fd, size = open_regular(top, path)
@@ -246,10 +241,7 @@ def read_tail(top: Path, path: str, most: int) -> tuple[bytes, int] | None:
 def link_file(fd: int, source: Path, target: Path) -> None:
     """Give a regular file a second name; copy it, durably, if the file system has no links.
 
-    Args:
-        fd: The file, opened for reading.
-        source: Its name.
-        target: The new name, which must not exist.
+    `fd` is the file, open for reading, and `source` its name. The name `target` must not exist.
 
     Raises:
         ValueError: `source` is not, or no longer, the name of the open file.
@@ -265,14 +257,11 @@ def link_file(fd: int, source: Path, target: Path) -> None:
 def add_name(fd: int, source: Path, target: Path) -> None:
     """Give a regular file a second name.
 
-    Args:
-        fd: The file, opened for reading.
-        source: Its name.
-        target: The new name, which must not exist.
+    `fd` is the file, open for reading, and `source` its name. The name `target` must not exist.
 
     Raises:
         ValueError: `source` is not, or no longer, the name of the open file; nothing is left.
-        OSError: The system refused; `UNLINKABLE` says with which errors it cannot.
+        OSError: The system refused; the errors of `UNLINKABLE` mean that no link can be made.
     """
     os.link(source, target, follow_symlinks=False)
     kept, linked = os.fstat(fd), os.lstat(target)
@@ -297,7 +286,7 @@ def _copy(fd: int, target: Path) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Tell whether anything has that name. Unlike in `os.path`, other errors are raised."""
+    """Return True if anything has that name. Unlike `os.path`, it raises all other errors."""
     try:
         os.lstat(path)
     except OSError as error:
@@ -309,14 +298,14 @@ def is_there(path: Path) -> bool:
 
 
 def cut_file(top: str, sizes: Mapping[str, int]) -> str | None:
-    """Return which file below a directory is missing or has another size; None if all are whole.
+    """Return a text about a file that is missing or has another size; None if all are whole.
 
     Args:
         top: The directory.
         sizes: The size in bytes of files by path relative to it.
     """
     for path, size in sizes.items():
-        # Paths come from a file: one may lead out of the directory, or be none.
+        # Paths come from a manifest, and may lead out of the directory or be invalid.
         if ".." in path.split("/") or "\0" in path:
             return f"{path!r:.200} is not a file of it"
         try:
@@ -324,7 +313,7 @@ def cut_file(top: str, sizes: Mapping[str, int]) -> str | None:
         except (FileNotFoundError, NotADirectoryError):
             return f"{path:.200} is missing"
         except PermissionError:
-            # It cannot be told; whoever reads the file is told why.
+            # The size is unknown; a read of the file will say why.
             continue
         except OSError as error:
             if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
@@ -351,9 +340,9 @@ def stamp(path: str) -> tuple[int, ...] | None:
 
 
 def fingerprint(path: str) -> str | None:
-    """Return a text that differs once a file was changed, on any host; None if there is none.
+    """Return a text that changes whenever a file changes, on any host; None if there is no file.
 
-    Device and inode differ between hosts that mount the same file system.
+    It leaves out device and inode, which differ between hosts that mount the same file system.
     """
     try:
         status = os.lstat(path)

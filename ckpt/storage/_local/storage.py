@@ -1,8 +1,8 @@
 """Local file systems as a `Storage`: every step is a directory, published by one rename.
 
-The work is done in the modules beside this one. Here it is taken to threads, and errors of the
-system become those of the library. Small files and directories go through aiofiles, data files
-through threads of their own, so that neither waits for the other.
+The modules beside this one do the work. This one runs it in threads, and turns errors of the system
+into those of the library. Small files and directories go through aiofiles, data files through
+threads of their own, so that neither waits for the other.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ckpt.errors import CorruptCheckpointError
 from ckpt.storage._base import (
     Attempt,
     AttemptEntry,
+    StorageTraits,
     TrashEntry,
-    note_parts,
     undelete_exists,
     undelete_missing,
 )
@@ -42,7 +42,7 @@ logger = logging.getLogger("ckpt")
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# Files read by one call of a thread: a cancelled call waits for it.
+# Files that one call of a thread reads; a cancelled caller waits for the call.
 _BATCH = 256
 _LARGEST_FILE_BYTES = 1 << 44
 
@@ -83,12 +83,12 @@ class LocalStorage:
 
         Args:
             root: The directory.
-            timeouts: How long leases last.
-            create: Whether `prepare` makes the directory.
+            timeouts: Durations of leases.
+            create: True lets `prepare` make the directory.
             mode: Permissions of new directories; files get the same without execution. None lets
                 both follow the umask.
             io: How data files are written and read; see `Local`.
-            hard_links: Whether steps may share files; see `Local`.
+            hard_links: True lets steps share files; see `Local`.
         """
         self._root = root
         self._files: _DataFiles = data_files if io == "direct" else tensorstore_files
@@ -96,7 +96,7 @@ class LocalStorage:
         self._timeouts = timeouts
         self._create = create
         self._mode = mode
-        # Device and inode of the root since it was prepared.
+        # Device and inode of the root when it was prepared.
         self._identity: tuple[int, int] | None = None
 
     @property
@@ -104,16 +104,10 @@ class LocalStorage:
         return str(self._root)
 
     @property
-    def lease_seconds(self) -> float:
-        return self._timeouts.lease
-
-    @property
-    def usual_file_bytes(self) -> int | None:
-        return None
-
-    @property
-    def largest_file_bytes(self) -> int:
-        return _LARGEST_FILE_BYTES
+    def traits(self) -> StorageTraits:
+        return StorageTraits(
+            self._timeouts.lease, _LARGEST_FILE_BYTES, None, self._hard_links, shares_at_once=True
+        )
 
     @property
     def keeps_others(self) -> bool:
@@ -133,13 +127,13 @@ class LocalStorage:
         except (FileExistsError, NotADirectoryError) as error:
             reason = "it, or a part of its path, is a file"
             raise NotADirectoryError(errno.ENOTDIR, reason, str(self._root)) from error
-        # If a power cut removes the root, its steps are lost with it.
+        # Made durable: a root that a power cut removes takes its steps with it.
         with translated("sync the directories that hold", self._root):
             for path in missing:
                 posix.fsync_directory(path.parent)
             if not missing and self._identity is None:
-                # The process that made it may have died before that was durable. If the directory
-                # above may not be opened, another user made the root long ago.
+                # The process that made the root may have died before its name was durable. If the
+                # directory above may not be opened, another user made the root long ago.
                 with contextlib.suppress(PermissionError):
                     posix.fsync_directory(self._root.parent)
         self._identity = _identity_of(self._root)
@@ -155,7 +149,8 @@ class LocalStorage:
                 return [
                     each.name
                     for each in found
-                    if not is_unfinished(each.name) and each.is_dir(follow_symlinks=False)
+                    if not is_unfinished(each.name)
+                    and (each.is_dir(follow_symlinks=False) or _may_be_step(each))
                 ]
         except FileNotFoundError:
             if not self._create:
@@ -163,7 +158,7 @@ class LocalStorage:
         return []
 
     def _no_root(self) -> FileNotFoundError:
-        reason = "it does not exist, and create=False was given"
+        reason = "it does not exist, and may not be made here (mode='r+')"
         return FileNotFoundError(errno.ENOENT, reason, str(self._root))
 
     async def exists(self, step_dir: str) -> bool:
@@ -177,20 +172,16 @@ class LocalStorage:
             return await self._in_thread(posix.list_files, target)
 
     async def read(self, step_dir: str, path: str, limit: int) -> bytes | None:
-        relative = _below(step_dir, path)
-        target = self._root / relative
-        with translated("read", target):
-            try:
-                return await self._in_thread(posix.read_regular, self._root, relative, limit)
-            except ValueError as error:
-                raise CorruptCheckpointError(f"{target}: {error}") from error
+        return await self._read_small(posix.read_regular, _below(step_dir, path), limit)
 
     async def read_tail(self, step_dir: str, path: str, most: int) -> tuple[bytes, int] | None:
-        relative = _below(step_dir, path)
-        target = self._root / relative
+        return await self._read_small(posix.read_tail, _below(step_dir, path), most)
+
+    async def _read_small(self, read: Callable[[Path, str, int], T], path: str, most: int) -> T:
+        target = self._root / path
         with translated("read", target):
             try:
-                return await self._in_thread(posix.read_tail, self._root, relative, most)
+                return await self._in_thread(read, self._root, path, most)
             except ValueError as error:
                 raise CorruptCheckpointError(f"{target}: {error}") from error
 
@@ -226,11 +217,7 @@ class LocalStorage:
                 return None if data is None else parse(data, len(data))
             return None
 
-        every: list[T | None] = []
-        for start in range(0, len(step_dirs), _BATCH):
-            names = step_dirs[start : start + _BATCH]
-            every += await self._in_thread(of_each, "read", str(self._root), names, path, read)
-        return every
+        return await self._of_each("read", step_dirs, path, read)
 
     async def cut_files(self, expected: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
         top = str(self._root)
@@ -238,13 +225,17 @@ class LocalStorage:
         def look(name: str) -> str | None:
             return posix.cut_file(f"{top}/{name}", expected[name])
 
-        found: dict[str, str] = {}
-        step_dirs = list(expected)
+        cut = await self._of_each("look at", list(expected), "", look)
+        return {name: text for name, text in zip(expected, cut, strict=True) if text}
+
+    async def _of_each(
+        self, what: str, step_dirs: Sequence[str], path: str, act: Callable[[str], T]
+    ) -> list[T]:
+        every: list[T] = []
         for start in range(0, len(step_dirs), _BATCH):
             names = step_dirs[start : start + _BATCH]
-            cut = await self._in_thread(of_each, "look at", top, names, "", look)
-            found |= {name: text for name, text in zip(names, cut, strict=True) if text}
-        return found
+            every += await self._in_thread(of_each, what, str(self._root), names, path, act)
+        return every
 
     async def begin(self, step_dir: str) -> Attempt:
         with translated("begin an attempt at", self._root / step_dir):
@@ -255,7 +246,7 @@ class LocalStorage:
         return attempts.begin(self._root, step_dir, self._timeouts.lease, self._mode)
 
     def _refuse_another_root(self) -> None:
-        """Raise if the root that was prepared is not there any more."""
+        """Raise if the root that was prepared was removed, unmounted or replaced."""
         now = _identity_of(self._root)
         # A file system that is mounted again may have another device, and the same inodes; some
         # have no inodes that last.
@@ -276,7 +267,7 @@ class LocalStorage:
     async def renew(self, attempt: Attempt) -> None:
         own = _local(attempt)
         with translated("renew the lease of", own.path):
-            # Not in one queue with other operations: a slow disk must not cost the attempt.
+            # Renewals do not queue behind other operations: a slow disk must not cost the attempt.
             await run_in_thread(attempts.renew, own)
 
     async def write(self, attempt: Attempt, path: str, data: bytes) -> None:
@@ -314,14 +305,6 @@ class LocalStorage:
                     f"{source}: {error}. The step was damaged after it was committed"
                 ) from error
 
-    @property
-    def shares_files(self) -> bool:
-        return self._hard_links
-
-    @property
-    def shares_at_once(self) -> bool:
-        return True
-
     async def share(
         self, attempt: Attempt, step_dir: str, files: Mapping[str, int]
     ) -> Sequence[str]:
@@ -343,9 +326,6 @@ class LocalStorage:
                     error,
                 )
         return []
-
-    async def leave(self, attempt: Attempt) -> None:
-        await self._in_thread(attempts.end, _local(attempt))
 
     async def left_at(self, step_dir: str) -> list[str]:
         with translated("list the directory", self._root):
@@ -394,7 +374,7 @@ class LocalStorage:
             try:
                 then(*found)
             except Exception as error:
-                # It says nothing about the file.
+                # An error of `then` says nothing about the file.
                 failed.append(error)
 
         with translated("read", source):
@@ -408,8 +388,8 @@ class LocalStorage:
             ) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise CorruptCheckpointError(
-                    f"{source}: {reason}. The step was damaged after it was committed; restore "
-                    "another one"
+                    f"{source}: {reason}. It was damaged after it was written; take another "
+                    "checkpoint"
                 ) from error
         if failed:
             raise failed[0]
@@ -431,10 +411,13 @@ class LocalStorage:
             await self._finish_removal(attempts.remove_hidden, own.path, own.path)
         await self._in_thread(attempts.end, own)
 
-    async def discard(self, attempt: Attempt, *, joined: bool = False) -> None:
+    async def discard(
+        self, attempt: Attempt, *, joined: bool = False, keep_files: bool = False
+    ) -> None:
         own = _local(attempt)
         try:
-            await self._finish_removal(attempts.discard, own, own.path)
+            if not keep_files:
+                await self._finish_removal(attempts.discard, own, own.path)
         finally:
             await self._in_thread(attempts.end, own)
 
@@ -443,7 +426,7 @@ class LocalStorage:
             trash = await self._in_thread(attempts.hide, self._root, step_dir, attempt)
         if trash is None:
             return False
-        # Also when cancelled: its name is gone, only its bytes are left.
+        # Shielded: the name is gone, and only the bytes are left to be removed.
         with anyio.CancelScope(shield=True):
             await self._finish_removal(attempts.remove_hidden, trash, trash)
         return True
@@ -460,7 +443,7 @@ class LocalStorage:
             try:
                 path = await self._in_thread(move)
             except FileNotFoundError:
-                # It was not made yet, or was removed to empty the trash.
+                # The folder was not made yet, or was removed to empty the trash.
                 await self.prepare_trash(trash)
                 path = await self._in_thread(move)
         return None if path is None else str(path)
@@ -521,17 +504,13 @@ class LocalStorage:
                 notes.put, self._root, name, data, lease, mode, replace=replace
             )
 
-    async def read_note(self, name: str, limit: int) -> bytes | None:
-        folder, file = note_parts(name)
-        return await self.read(folder, file, limit)
-
     async def notes(self, folder: str) -> dict[str, float]:
         with translated("list the directory", self._root / folder):
             return await self._in_thread(notes.ages, self._root, folder)
 
     async def touch_note(self, name: str) -> bool:
         with translated("renew", self._root / name):
-            # Not in one queue with other operations: a slow disk must not cost the lease.
+            # Renewals do not queue behind other operations: a slow disk must not cost the lease.
             return await run_in_thread(notes.touch, self._root, name)
 
     async def drop_note(self, name: str, *, durable: bool = True) -> bool:
@@ -539,23 +518,33 @@ class LocalStorage:
             return await self._in_thread(notes.drop, self._root, name, durable=durable)
 
     async def _finish_removal(self, remove: Callable[[T], object], what: T, path: Path) -> None:
-        """Remove what is hidden already. What cannot be removed now, a later sweep removes."""
+        """Remove a directory that is hidden already; if that fails, a later sweep removes it."""
         try:
             await self._in_thread(remove, what)
         except OSError as error:
             logger.warning("%s could not be removed, and is left to a later run: %s", path, error)
 
     async def _in_thread(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Run a small file operation in a thread of aiofiles; one that has begun is waited for."""
+        """Run a small file operation in a thread of aiofiles, and wait for it once it has begun."""
         await anyio.lowlevel.checkpoint_if_cancelled()
-        # A thread cannot be stopped, only lost sight of.
+        # A thread cannot be stopped; without the shield it would go on unseen.
         with anyio.CancelScope(shield=True):
             result: T = await _wrapped_call(function, args, options, executor=threads_of_loop())
         return result
 
 
+def _may_be_step(entry: os.DirEntry[str]) -> bool:
+    """Return True if a file may be a step of another library, whose name ends in a number.
+
+    Hidden files belong to this library; their random names may end in a digit, too.
+    """
+    name = entry.name
+    is_named = name[-1].isdecimal() and not name.startswith(".")
+    return is_named and entry.is_file(follow_symlinks=False)
+
+
 def _below(step_dir: str, path: str) -> str:
-    """Return the path of a file relative to the root; without a step directory, of the root."""
+    """Return the path from the root of a file in a step directory, or in the root itself."""
     return f"{step_dir}/{path}" if step_dir else path
 
 
@@ -563,7 +552,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str
     return function(*args, **options)
 
 
-# `aiofiles.open` would take three hops to a thread for what is one here: to open, read and close.
+# One hop to a thread opens, reads and closes a file; `aiofiles.open` would take three.
 _wrapped_call = wrap(_call)
 
 

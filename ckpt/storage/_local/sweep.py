@@ -1,8 +1,8 @@
-"""The sweep: it removes what dead writers left in a root; and the names of unfinished things.
+"""The sweep, which removes the remains of dead writers in a root; names of unfinished things.
 
 A cleaner must never take an attempt away from a live writer, so it checks the attempt's lease. Then
-it renames the attempt. Only one can succeed, that rename or the one that publishes, so a writer
-that is alive after all gets an error and never publishes half a step.
+it renames the attempt. Either that rename or the one that publishes succeeds, never both. So a
+writer that is alive after all gets an error and never publishes half a step.
 
 No byte is removed before the rename that hides it is durable: otherwise a power cut could bring the
 name back without the bytes. The functions block and raise `OSError`.
@@ -33,17 +33,15 @@ _PROBE_PREFIX = ".ckpt-clock-"
 _ATTEMPT = re.compile(re.escape(_MARK) + r"([0-9a-f]{32})(\.trash)?\Z")
 _LEASE = re.compile("^" + re.escape(_LEASE_PREFIX) + r"([0-9a-f]{32})\Z")
 _PROBE = re.compile("^" + re.escape(_PROBE_PREFIX) + r"[0-9a-f]{32}\Z")
-# A folder of notes, except those that Orbax names; see `notes`.
+# Folders of notes, except those that Orbax names; see `notes`.
 _NOTES = re.compile(r"^\.ckpt-[a-z]+\Z")
 
 
 def attempt_name(step_dir: str, token: str) -> str:
-    """Return the name of the attempt at `step_dir` whose random id is `token`."""
     return f"{step_dir}{_MARK}{token}"
 
 
 def lease_name(token: str) -> str:
-    """Return the name of the lease of the attempt whose random id is `token`."""
     return f"{_LEASE_PREFIX}{token}"
 
 
@@ -53,12 +51,12 @@ def trash_name(name: str) -> str:
 
 
 def is_unfinished(name: str) -> bool:
-    """Tell whether a directory of a root with that name is an attempt, trash, a probe or notes."""
+    """Return True if a directory of that name is an attempt, trash, a probe or notes."""
     return any((_ATTEMPT.search(name), _PROBE.match(name), _NOTES.match(name)))
 
 
 class _Unfinished(Struct):
-    """What is in a root besides steps.
+    """The contents of a root besides steps.
 
     Attributes:
         attempts: Names of attempts by id; None where only a lease is left.
@@ -95,14 +93,16 @@ def attempts_in(root: Path) -> list[AttemptEntry]:
 
     @cache
     def now() -> float:
-        # Who may not write cannot ask the clock of the store.
+        # The clock of the store can be read only with permission to write.
         try:
             return store_time(root)
         except OSError:
             return time.time()
 
     unfinished = _unfinished_in(root)
-    found = [_looked_at(root, token, name, now) for token, name in unfinished.attempts.items()]
+    found = [
+        _entry_of_attempt(root, token, name, now) for token, name in unfinished.attempts.items()
+    ]
     found += [_removal(root, name) for name in unfinished.trash]
     return sorted(
         (each for each in found if each is not None), key=lambda each: (each.step_dir, each.id)
@@ -118,7 +118,7 @@ def left_at(root: Path, step_dir: str) -> list[str]:
     ]
 
 
-def _looked_at(
+def _entry_of_attempt(
     root: Path, token: str, name: str | None, now: Callable[[], float]
 ) -> AttemptEntry | None:
     """Return an attempt as it is listed; None if it is gone, or only a live writer's lease."""
@@ -148,7 +148,7 @@ def _removal(root: Path, name: str) -> AttemptEntry:
 
 
 def _nbytes(directory: Path) -> int:
-    """Return the bytes of the files below a directory, of those that are still there."""
+    """Return the bytes of the files below a directory; files removed meanwhile do not count."""
     total = 0
     for path, _, files in os.walk(directory):
         for file in files:
@@ -158,7 +158,7 @@ def _nbytes(directory: Path) -> int:
 
 
 def sweep_root(root: Path) -> list[str]:
-    """Remove what dead writers left in `root`, and trash; return the names of what was removed."""
+    """Remove the remains of dead writers in `root`, and trash; return the removed names."""
 
     @cache
     def now() -> float:
@@ -173,7 +173,7 @@ def sweep_root(root: Path) -> list[str]:
         if _sweep(root, token, attempt, now):
             swept.append(attempt or lease_name(token))
     for name in found.others:
-        # Left by a process that died. One that is alive makes it again. Notes are not removed.
+        # An empty folder was left by a dead process; a live one makes it again. Notes stay.
         with contextlib.suppress(OSError):
             os.rmdir(root / name)
     return swept
@@ -181,7 +181,7 @@ def sweep_root(root: Path) -> list[str]:
 
 def _sweep(root: Path, token: str, name: str | None, now: Callable[[], float]) -> bool:
     """Remove an attempt, or the lease of one that is gone, unless it may have a live writer."""
-    # Not taken from the listing, which may show an attempt and miss its lease.
+    # Opened by its name, since the listing may show an attempt and miss its lease.
     path = root / lease_name(token)
     try:
         with opened_lease(path) as lease:
@@ -201,7 +201,7 @@ def _sweep(root: Path, token: str, name: str | None, now: Callable[[], float]) -
 
 
 def _is_dead(root: Path, name: str | None, lease: Lease | None, now: Callable[[], float]) -> bool:
-    """Tell whether the writer of an attempt is dead, or must be taken for dead."""
+    """Return True if the writer of an attempt is dead, or must be taken for dead."""
     if lease is not None:
         return is_abandoned(lease, now)
     if name is None:
@@ -210,7 +210,7 @@ def _is_dead(root: Path, name: str | None, lease: Lease | None, now: Callable[[]
 
 
 def _is_durable(root: Path) -> bool:
-    """Make the names in a root durable: the processes that gave them may have died before."""
+    """Make the names in a root durable; the processes that made them may have died too early."""
     try:
         fsync_directory(root)
     except OSError:
@@ -239,6 +239,6 @@ def store_time(root: Path) -> float:
     try:
         return os.lstat(probe).st_mtime
     finally:
-        # Another cleaner may have been quicker.
+        # Another cleaner may have removed it.
         with contextlib.suppress(FileNotFoundError):
             os.rmdir(probe)

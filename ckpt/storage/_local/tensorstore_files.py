@@ -1,9 +1,9 @@
 """Data files on a local file system, written and read by TensorStore's file driver.
 
-The files are the same as those of `data_files`. That module is faster where it was measured; this
-one is the choice for file systems on which TensorStore does better, and what the benchmark compares
-with. Direct I/O is TensorStore's own (`file_io_mode`); where the file system refuses it, files go
-through the page cache.
+The files are the same as those of `data_files`. That module was faster where it was measured; this
+one is for file systems on which TensorStore does better, and for comparison in the benchmark.
+Direct I/O is TensorStore's own (`file_io_mode`); where the file system refuses it, files go through
+the page cache.
 
 The functions block and raise `OSError`.
 """
@@ -22,8 +22,8 @@ from ckpt.storage._local.data_files import WITHOUT_DIRECT
 from ckpt.storage._local.posix import open_regular
 
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
-# What is read at once: TensorStore hands it out as bytes, and keeps the interpreter lock while it
-# copies them, 50 ms for 64 MiB.
+# Bytes of one read: TensorStore keeps the interpreter lock while it copies them out, 50 ms for 64
+# MiB.
 _PIECE_BYTES = 4 << 20
 # TensorStore's generation of a file that does not exist.
 _MISSING = b"\x02"
@@ -35,7 +35,7 @@ def write_block(path: Path, data: memoryview, mode: int | None = None) -> None:
     TensorStore takes bytes only, so `data` is copied once.
     """
     if not path.parent.is_dir():
-        # TensorStore would make it again, also for an attempt that was removed.
+        # TensorStore would make the directory again, even that of an attempt that was removed.
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     written = _request(path, lambda store: store.write(_key(path), bytes(data), if_equal=_MISSING))
     if not written.generation:

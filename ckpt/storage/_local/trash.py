@@ -1,4 +1,4 @@
-"""The trash folder for steps, and the folder for files in a step that others have put there.
+"""The trash folder for steps, and the folder for files that others have put into a step.
 
 The functions block and raise `OSError`.
 """
@@ -24,7 +24,7 @@ from ckpt.storage._local import posix
 from ckpt.storage._local.sweep import attempt_name, trash_name
 
 _ASIDE = ".others"
-# The folder of the root in which it is written down what is in the trash.
+# Folder of the root with the notes about step directories in the trash.
 _NOTES = ".ckpt-trash"
 _MOST_NOTE_BYTES = 1 << 16
 
@@ -50,8 +50,8 @@ def move_to_trash(
 ) -> Path | None:
     """Move a step directory into a folder, durably; return its new path, None if it did not exist.
 
-    It keeps its name, with a number appended if that is taken. Before it is moved, `note` writes
-    down that it was: a file of the root, its name and content.
+    It keeps its name, with a number appended if the name is taken. Before the move, `note` is
+    called with the name and content of a file of the root that records it.
 
     Raises:
         FileNotFoundError: The step directory exists, and the folder does not.
@@ -82,14 +82,14 @@ def move_to_trash(
 
 
 class _Note(Struct):
-    """What is written down of a step directory that goes to the trash.
+    """The record of a step directory that goes to the trash.
 
     Attributes:
-        path: Where it is from then on.
-        step_dir: Its name before.
-        inode: The directory itself, which keeps its number when it is renamed: others may have put
-            another one in its place.
-        deleted_ns: When, in Unix nanoseconds.
+        path: Path in the trash.
+        step_dir: Name before the deletion.
+        inode: Inode of the directory, which a rename keeps: another directory may take its place in
+            the trash.
+        deleted_ns: Time of the deletion, in Unix nanoseconds.
     """
 
     path: str
@@ -107,7 +107,7 @@ def _note_of(root: Path, step_dir: str, target: Path) -> tuple[str, bytes]:
 def trashed(root: Path, trash: Path) -> list[TrashEntry]:
     """Return the step directories of the root that are in the trash folder.
 
-    What others put there is none of them, such as the steps of another root.
+    Other contents of the folder, such as the steps of another root, are left out.
     """
     found = []
     for note in _notes(root).values():
@@ -119,7 +119,7 @@ def trashed(root: Path, trash: Path) -> list[TrashEntry]:
 
 
 def _save_of(path: Path) -> str:
-    """Return what the copies of a step on several disks have in common; empty if there is none."""
+    """Return `Manifest.save`, which copies of a step on several disks share; empty if unknown."""
     with contextlib.suppress(OSError, ValueError):
         head = posix.read_head(path, FILE_NAME, MAX_BYTES, HEAD_BYTES)
         summary = None if head is None else peek(*head)
@@ -132,7 +132,7 @@ def undelete(root: Path, path: Path, step_dir: str) -> None:
 
     Raises:
         FileExistsError: There is a step directory of that name.
-        FileNotFoundError: It is not in the trash any more.
+        FileNotFoundError: The directory is gone from the trash.
     """
     posix.rename_new(path, root / step_dir)
     posix.fsync_directory(root)
@@ -153,7 +153,7 @@ def hide(root: Path, path: Path) -> Path | None:
 
 
 def forget(root: Path) -> None:
-    """Remove what is written down of directories that are not in the trash any more."""
+    """Remove the records of directories that are gone from the trash."""
     for file, note in _notes(root).items():
         if not _is_there(note):
             _unlink(file)
@@ -199,7 +199,7 @@ def set_aside(root: Path, step_dir: str, files: list[str], mode: int | None = No
         try:
             os.rename(root / step_dir / path, target)
         except FileNotFoundError:
-            # Its owner has removed it, or another cleaner was quicker.
+            # The file's owner has removed it, or another cleaner was quicker.
             if posix.is_there(root / step_dir / path):
                 raise
     posix.fsync_directories(aside)

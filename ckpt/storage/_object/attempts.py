@@ -14,13 +14,14 @@ import anyio
 from msgspec import Struct
 
 from ckpt._format.manifest_head import FILE_NAME
+from ckpt._runtime.tasks import for_each
 from ckpt.errors import StepDeletedError, StepExistsError, StorageError
 from ckpt.storage._object import leases
-from ckpt.storage._object.client import MISSING, ObjectClient, StoredObject, each
 from ckpt.storage._object.errors import RequestFailed
 from ckpt.storage._object.leases import LeaseRecord
 from ckpt.storage._object.names import NAMES, attempt_of, deleter_of, is_gone
 from ckpt.storage._object.removal import remove_data
+from ckpt.storage._store import Store, StoredObject
 
 logger = logging.getLogger("ckpt")
 
@@ -32,12 +33,11 @@ class ObjectAttempt(Struct):
 
     Attributes:
         step_dir: Name of the step directory it will become.
-        id: Random hexadecimal id.
-        record: Its lease record; None if another process has it.
-        manifest: The manifest, once it is known.
-        abandoned: Whether a write was given up that the store may still carry out.
-        keep: Whether it is unknown if it was published, so that nothing of it may be removed.
-        copies_failed: Whether a copy into it has failed, so that no more are tried.
+        record: Its lease record; None if another process has the record.
+        manifest: Bytes of the manifest, once it was written.
+        abandoned: True if the store may still carry out a write that was given up.
+        keep: True if it may have been published, so that nothing of it may be removed.
+        copies_failed: True if a copy into it has failed, so that no more are tried.
     """
 
     step_dir: str
@@ -54,14 +54,13 @@ class ObjectAttempt(Struct):
         return self.id
 
     def key(self, path: str) -> str:
-        """Return the key of a file."""
         return f"{self.step_dir}/{self.id}/{path}"
 
 
 async def publish(
-    keys: ObjectClient, attempt: ObjectAttempt, *, overwrite: bool, replacing: str | None
+    keys: Store, attempt: ObjectAttempt, *, overwrite: bool, replacing: str | None
 ) -> StoredObject | None:
-    """Put the manifest of an attempt; return what it replaced.
+    """Put the manifest of an attempt; return the object that it replaced.
 
     Raises:
         StepExistsError: The step directory exists, and may not be replaced.
@@ -77,9 +76,9 @@ async def publish(
         )
     await _announce(keys, attempt, record)
     key = f"{attempt.step_dir}/{FILE_NAME}"
-    deadline = anyio.current_time() + keys.seconds
-    # If something is to be replaced it is read first: otherwise it would be unknown later whether
-    # it was written before or after a write whose answer was lost.
+    deadline = anyio.current_time() + keys.limits.request_seconds
+    # An object to be replaced is read first. Otherwise, if the answer to the write is lost, nobody
+    # could tell whether a manifest found there came before the write or after it.
     found = await keys.get(key) if overwrite or replacing is not None else None
     if replacing is None:
         found = await not_being_deleted(keys, attempt.step_dir, found, deadline)
@@ -89,19 +88,19 @@ async def publish(
                 f"{where} was deleted or replaced meanwhile, or cannot be read any more, so it was "
                 "not changed. Look at what is there now, and try again"
             )
-        expected = MISSING if found is None else found.generation
+        expected = None if found is None else found.generation
         try:
             swap = await keys.swap(key, data, expected)
         except StorageError as error:
             surely_not = isinstance(error, RequestFailed)
-            # An earlier try may still be carried out.
+            # The store may still carry out an earlier try.
             attempt.keep = attempt.keep or not surely_not
             if attempt.keep:
                 raise _unknown(where, error) from error
             raise
         if swap.generation is not None:
             return found
-        # It may still be carried out later, and then its data must exist.
+        # The store may still carry out an abandoned write, and then its data must exist.
         attempt.keep = attempt.keep or swap.abandoned
         if swap.doubtful and (overwrite or replacing is not None):
             raise StorageError(
@@ -112,21 +111,21 @@ async def publish(
         if replacing is None:
             found = await not_being_deleted(keys, attempt.step_dir, found, deadline)
             if found is not None and found.data == data:
-                # An earlier try has come true; if anything, it has replaced a tombstone.
+                # An earlier try was carried out after all. At most it has replaced a tombstone.
                 return None
             if found is not None and not is_gone(found.data) and not overwrite:
                 raise StepExistsError(
                     f"{where} already exists and was not changed. Choose another step, or pass "
-                    "overwrite=True to replace it"
+                    "if_exists='replace' to replace it"
                 )
 
 
 async def not_being_deleted(
-    keys: ObjectClient, step_dir: str, found: StoredObject | None, deadline: float
+    keys: Store, step_dir: str, found: StoredObject | None, deadline: float
 ) -> StoredObject | None:
-    """Wait while a live process removes a tombstone; return what is in place of the manifest then.
+    """Wait while a live process removes a tombstone; return the object in the manifest's place.
 
-    That is the tombstone itself if its process is dead, or takes too long.
+    It is the tombstone itself if that process is dead, or takes too long.
     """
     pause = _FIRST_PAUSE_SECONDS
     while found is not None and is_gone(found.data) and anyio.current_time() < deadline:
@@ -139,7 +138,7 @@ async def not_being_deleted(
     return found
 
 
-async def _announce(keys: ObjectClient, attempt: ObjectAttempt, record: LeaseRecord) -> None:
+async def _announce(keys: Store, attempt: ObjectAttempt, record: LeaseRecord) -> None:
     """Write the name of the step directory for lists, and win the right to commit."""
     name = f"{NAMES}/{attempt.step_dir}.{attempt.id}"
     is_ours = False
@@ -155,9 +154,9 @@ async def _announce(keys: ObjectClient, attempt: ObjectAttempt, record: LeaseRec
         nonlocal is_ours
         is_ours = await record.change(keys, "committing")
 
-    await each(lambda act: act(), (write_name, win))
+    await for_each(lambda act: act(), (write_name, win))
     if not is_ours:
-        # The cleaner that removed the attempt may not have seen the name.
+        # The cleaner that removed the attempt may not have seen its name.
         await keys.delete(name)
         raise leases.lost(f"{keys.location}/{attempt.step_dir}")
 
@@ -170,8 +169,8 @@ def _unknown(where: str, error: StorageError) -> StorageError:
     )
 
 
-async def discard(keys: ObjectClient, attempt: ObjectAttempt) -> None:
-    """Remove what was written of an attempt that was not published.
+async def discard(keys: Store, attempt: ObjectAttempt) -> None:
+    """Remove the data of an attempt that was not published.
 
     Raises:
         StorageError: The store failed; a later sweep removes the rest.
@@ -182,9 +181,9 @@ async def discard(keys: ObjectClient, attempt: ObjectAttempt) -> None:
     if attempt.keep:
         logger.warning("%s/%s/%s was kept", keys.location, attempt.step_dir, attempt.id)
         return
-    # Sealed first, so that a cleaner can finish what this process cannot.
+    # Sealed first, so that a cleaner can finish what this process does not finish.
     if await record.seal(keys):
         await remove_data(keys, attempt.step_dir, attempt.id)
-        # Data that is written late is removed by a cleaner, which needs the record for that.
+        # Data may still be written late. A cleaner removes it, and needs the record for that.
         if not attempt.abandoned:
             await keys.delete(record.key)

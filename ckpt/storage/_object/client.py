@@ -1,8 +1,8 @@
 """The client of an object store: reads, writes and lists objects, each request with a time limit.
 
 TensorStore has no deadlines, so they are set here. The store may still carry out a request that
-timed out. Late data is harmless, since its key is used only once, and for conditional writes `swap`
-tells whether that may happen.
+timed out. Late data is harmless, since its key is used only once. The result of `swap` says whether
+a conditional write may still be carried out.
 """
 
 from __future__ import annotations
@@ -10,30 +10,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import anyio
 import tensorstore as ts
-from msgspec import Struct
 
 from ckpt._runtime.futures import waker
 from ckpt._runtime.threads import run_in_thread
-from ckpt.errors import located
 from ckpt.storage._object.errors import RequestFailed, refused, timed_out
+from ckpt.storage._store import StoredObject, StoreLimits, Swap
 
 T = TypeVar("T")
-# As many tasks as there can be requests at once. One for each object of a large step would take a
-# gigabyte of memory for every 200,000 objects.
-_MOST_TASKS = 1024
 # The generation that TensorStore returns for a key that does not exist.
-MISSING: bytes = ts.KvStore.open("memory://").result().read("-").result().stamp.generation
-# Requests with data get a second more for each of these many bytes.
+_MISSING: bytes = ts.KvStore.open("memory://").result().read("-").result().stamp.generation
+# Bytes for which a request gets one more second.
 _SLOWEST_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 16
-# No object written here is larger.
+# Size of the largest object written here.
 _LARGEST_BYTES = 1 << 30
-# A list needs one request for every thousand keys, one after the other.
+# A list gets more time: it needs one request for every thousand keys, one after the other.
 _LIST_FACTOR = 2
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 2.0
 
@@ -49,29 +45,6 @@ class KeyValueStore(Protocol):
 
     def list(self, range: Any = None) -> Any:
         """Begin to list."""
-
-
-class StoredObject(Struct, frozen=True):
-    """An object: its bytes, or the first of them, and its generation, which every write changes."""
-
-    data: bytes
-    generation: bytes
-
-
-class Swap(Struct, frozen=True):
-    """The result of a conditional write.
-
-    Attributes:
-        generation: The generation of the object that was written; None if the condition did not
-            hold.
-        doubtful: Whether an answer was lost. Then, if `generation` is None, the object may have
-            been written and replaced since.
-        abandoned: Whether a request is still in flight, and may be carried out later.
-    """
-
-    generation: bytes | None
-    doubtful: bool = False
-    abandoned: bool = False
 
 
 class ObjectClient:
@@ -93,12 +66,13 @@ class ObjectClient:
             endpoint: URL of the store, for messages; empty for the usual one.
             open_store: Returns the store twice: one that retries failed requests, and one that does
                 not, for conditional writes. Called once, in a thread.
-            seconds: How long a request may take.
-            concurrency: How many requests may be in flight.
-            retries: How often a conditional write is retried that did not reach the store.
+            seconds: Time limit of a request.
+            concurrency: Number of requests that may be in flight.
+            retries: Number of retries of a conditional write that did not reach the store.
         """
         self.location = location
         self.seconds = seconds
+        self.limits = StoreLimits(request_seconds=seconds)
         self._at = f" at {endpoint}" if endpoint else ""
         self._open_store = open_store
         self._opening = threading.Lock()
@@ -107,65 +81,31 @@ class ObjectClient:
         self._retries = retries
         self._slots: anyio.Semaphore | None = None
         self._copying: anyio.Lock | None = None
-        # Whether curl may keep an open connection.
+        # True once curl may keep an open connection.
         self._has_connected = False
 
-    async def get(self, key: str) -> StoredObject | None:
-        """Return an object, or None if it does not exist. Large objects have more time."""
-        return await self._read("read", key, None)
-
-    async def first(self, key: str) -> StoredObject | None:
-        """Return the first byte of an object, or None if it does not exist. This is cheap."""
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> StoredObject | None:
+        """See `Store.get`. Large objects have more time."""
+        is_whole = not start and stop is None
         try:
-            return await self._read("look at", key, slice(0, 1))
+            return await self._read(key, None if is_whole else slice(start, stop))
         except RequestFailed as error:
-            # It is empty. This library never writes empty objects.
-            if error.status == "OUT_OF_RANGE":
-                return StoredObject(b"", b"")
-            raise
-
-    async def tail(self, key: str, most: int) -> StoredObject | None:
-        """Return the last bytes of an object, or None if it does not exist."""
-        try:
-            return await self._read("read", key, slice(-most, None), likely_bytes=most)
-        except RequestFailed as error:
-            # It is shorter.
             if error.status != "OUT_OF_RANGE":
                 raise
-        return await self.get(key)
-
-    async def fill(self, key: str, start: int, target: memoryview) -> bool:
-        """Fill `target` with the bytes of an object from `start` on; False if it has fewer.
-
-        Raises:
-            StorageError: The store failed.
-        """
-        try:
-            found = await self._read("read", key, slice(start, start + len(target)))
-        except RequestFailed as error:
-            if error.status in ("OUT_OF_RANGE", "NOT_FOUND"):
-                return False
-            raise
-        if found is None or len(found.data) != len(target):
-            return False
-
-        def copy() -> None:
-            target[:] = found.data
-
-        await run_in_thread(copy)
-        return True
+        # The object has no such byte. One that is shorter than the end that was asked for is all
+        # end; of another one there is nothing, and this library writes no empty objects.
+        return await self.get(key) if start < 0 else StoredObject(b"", b"")
 
     async def _read(
         self,
-        what: str,
         key: str,
         part: slice | None,
         seconds: float | None = None,
         likely_bytes: int = 0,
     ) -> StoredObject | None:
-        nbytes = likely_bytes if part is None or part.stop is None else part.stop - part.start
+        nbytes = likely_bytes if part is None else max((part.stop or 0) - part.start, 0)
         result = await self._request(
-            what,
+            "read",
             key,
             lambda store: store.read(key, byte_range=part),
             nbytes,
@@ -189,7 +129,6 @@ class ObjectClient:
         )
 
     async def delete(self, key: str) -> None:
-        """Remove an object, if it exists."""
         await self._request("remove", key, lambda store: store.write(key, None))
 
     async def delete_if(self, key: str, generation: bytes) -> bool:
@@ -228,28 +167,21 @@ class ObjectClient:
             seconds=self.seconds * _LIST_FACTOR,
         )
         if not found and self.location.startswith("gs://"):
-            # TensorStore takes some refusals of GCS (401, 403) for an empty list. A read fails.
-            await self.first(f"{prefix}.ckpt-none")
+            # TensorStore takes some refusals of GCS (401, 403) for an empty list, but not for a
+            # read.
+            await self.get(f"{prefix}.ckpt-none", 0, 1)
         return sorted(key[len(start) :].decode(errors="surrogateescape") for key in found)
 
-    async def refuse_missing(self) -> None:
-        """Raise if the bucket does not exist, which reads and conditional writes do not report.
+    async def swap(self, key: str, data: bytes, generation: bytes | None) -> Swap:
+        """See `Store.swap`.
 
-        Raises:
-            StorageError: It does not exist, or the store failed.
-        """
-        await self.list(".ckpt-none/")
-
-    async def swap(self, key: str, data: bytes, expected: bytes) -> Swap:
-        """Write an object if its generation is the expected one, `MISSING` for a new one.
-
-        `data` must differ from everything that was ever written there. If the answer is lost, the
-        object is read back, and written again if it is unchanged.
+        If the answer is lost, the object is read back, and written again if it is unchanged.
 
         Raises:
             RequestFailed: Certainly nothing was written.
-            StorageError: It is unknown whether it was written.
+            StorageError: It is unknown whether the object was written.
         """
+        expected = _MISSING if generation is None else generation
         deadline = anyio.current_time() + self.seconds
         pauses = _pauses()
         doubtful = abandoned = False
@@ -281,11 +213,11 @@ class ObjectClient:
                 doubtful = doubtful or not (error.is_refusal or error.is_vain)
                 abandoned = abandoned or error.is_under_way
             # Curl sends a request again if the connection it had kept breaks, and only the last
-            # answer arrives. So our own write may be what is in the way, and one that was refused
-            # may have been done before. Only reading the object shows it.
+            # answer arrives. So the condition may fail because of our own write, and a refused
+            # write may have been done before. Only reading the object shows it.
             seconds = None if refusal is None else self.seconds / 4
             try:
-                found = await self._read("read", key, None, seconds, len(data))
+                found = await self._read(key, None, seconds, len(data))
             except RequestFailed as error:
                 is_seen = False
                 if refusal is None:
@@ -298,7 +230,7 @@ class ObjectClient:
                     return Swap(found.generation)
                 if refusal is None and not doubtful:
                     return Swap(None)
-                if expected != (MISSING if found is None else found.generation):
+                if expected != (_MISSING if found is None else found.generation):
                     return Swap(None, doubtful, abandoned)
                 if refusal is not None and refusal.is_refusal and not doubtful:
                     raise refusal
@@ -347,7 +279,7 @@ class ObjectClient:
                 return result
 
     async def _more_seconds(self, store: KeyValueStore, key: str, seconds: float) -> float:
-        """Return how much longer a whole object may take; 0 if it is small, or on no answer.
+        """Return how many seconds longer a whole object may take; 0 if it is small or unknown.
 
         Its size can only be found by reading single bytes at growing offsets.
         """
@@ -362,7 +294,6 @@ class ObjectClient:
         return nbytes / _SLOWEST_BYTES
 
     def where(self, key: str) -> str:
-        """Return where an object is, for messages."""
         return f"{self.location}/{key}{self._at}"
 
     async def _stores(self) -> tuple[KeyValueStore, KeyValueStore]:
@@ -382,7 +313,6 @@ class ObjectClient:
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Hold one of the places for requests."""
         if self._slots is None:
             self._slots = anyio.Semaphore(self._concurrency)
         async with self._slots:
@@ -402,7 +332,7 @@ async def _settled(future: Any, seconds: float) -> bool:
 
 
 def more_seconds(nbytes: int) -> float:
-    """Return how much more time than others a request has that moves so many bytes."""
+    """Return the extra seconds that a request gets for the bytes that it moves."""
     return nbytes / _SLOWEST_BYTES
 
 
@@ -416,18 +346,3 @@ def _after(prefix: bytes) -> bytes:
     """Return the smallest key after all keys that begin with `prefix`."""
     # Prefixes end with a slash or a letter, so their last byte can be incremented.
     return prefix[:-1] + bytes([prefix[-1] + 1]) if prefix else b""
-
-
-async def each(act: Callable[[T], Coroutine[Any, Any, object]], things: Iterable[T]) -> None:
-    """Run `act` on each thing, many at once; the client bounds how many requests that makes."""
-    left = iter(things)
-
-    async def work(thing: T) -> None:
-        await act(thing)
-        for another in left:
-            await act(another)
-
-    with located():
-        async with anyio.create_task_group() as tasks:
-            for thing in itertools.islice(left, _MOST_TASKS):
-                tasks.start_soon(work, thing)

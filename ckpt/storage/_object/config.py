@@ -1,4 +1,4 @@
-"""Places in object stores as users name them: a URL, and what a URL has no room for.
+"""Places in object stores as users name them: a URL, and settings that a URL cannot hold.
 
 This module needs neither jax nor tensorstore.
 """
@@ -37,14 +37,14 @@ class S3:
             those Amazon is asked, and other stores get `us-east-1`.
         credentials: Where the keys come from: `default` (environment, files, then the machine),
             `environment`, `anonymous`, `imds`, `ecs`, or `profile:NAME` of the AWS files.
-        retries: How often a request is repeated that the store could not serve.
-        request_timeout: How long one request may take, including repetitions, in seconds.
+        retries: Number of repetitions of a request that the store could not serve.
+        request_timeout: Time limit of one request, including repetitions, in seconds.
             Requests with data get a second more for every MiB.
-        concurrency: How many requests are in flight at once.
+        concurrency: Number of requests in flight at once.
         single_writer: Promise that no other program writes below `url` meanwhile. Then stores
             that ignore the conditions of writes are accepted, too.
-        server_side_copies: Whether objects of arrays that are the same as in the step before are
-            copied inside the store instead of uploaded again; needs `ckpt-jax[copies]`. False
+        server_side_copies: True copies objects of arrays that are the same as in the step before
+            inside the store, instead of uploading them again; needs `ckpt-jax[copies]`. False
             uploads every step in full.
 
     Raises:
@@ -77,7 +77,7 @@ class S3:
             check_region(f"S3(region={shown(self.region)})", self.region)
         given: object = self.credentials
         if not isinstance(given, str) or (given not in _CREDENTIALS and not _PROFILE.match(given)):
-            # Not shown: users may pass the keys themselves.
+            # The value is not shown: users may pass the keys themselves.
             raise InvalidArgumentError(
                 "S3(credentials=...): expected where the keys come from, one of "
                 f"{', '.join(_CREDENTIALS)} or 'profile:NAME'; the keys themselves are never given "
@@ -183,7 +183,8 @@ def check_endpoint(what: str, endpoint: object) -> str:
     """Return the URL of an endpoint without a slash at its end.
 
     Raises:
-        InvalidArgumentError: It is not a URL. The message does not show it: it may hold secrets.
+        InvalidArgumentError: `endpoint` is not a URL. The message does not show it: it may hold
+            secrets.
     """
     if isinstance(endpoint, str) and not _CONTROL.search(endpoint):
         try:
@@ -210,7 +211,7 @@ def check_region(what: str, region: object) -> str:
     """Return the name of a region.
 
     Raises:
-        InvalidArgumentError: It is not a region. The message does not show it.
+        InvalidArgumentError: `region` is not a region. The message does not show it.
     """
     if isinstance(region, str) and _REGION.match(region):
         return region
@@ -232,7 +233,7 @@ def _checked_url(kind: str, url: object, scheme: str) -> str:
         raise invalid("url", url, f"a URL such as {example}{reason}", of=kind)
     bucket, _, prefix = rest.partition("/")
     if "@" in bucket or "?" in rest or "#" in rest:
-        # Not shown: it may contain a secret.
+        # The URL is not shown: it may contain a secret.
         raise InvalidArgumentError(
             f"{kind}(url=...): expected a URL such as {example}, without user, query or fragment. "
             "Give what does not fit in a URL as ckpt.storage.S3(...) or GCS(...)"

@@ -27,7 +27,7 @@ _FILES = (
     ("credentials_file", "AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
     ("config_file", "AWS_CONFIG_FILE", "~/.aws/config"),
 )
-# For stores that are not Amazon's: they have no regions, and still need one to be named.
+# For stores other than Amazon's, which have no regions but still need a name of one.
 _ANY_REGION = "us-east-1"
 _FIRST_DELAY, _LONGEST_DELAY = "100ms", "4s"
 
@@ -55,7 +55,7 @@ class Connection:
             location: The place.
             endpoint: The URL of the store.
             spec: Returns the specification with a given number of retries.
-            retries: How often requests that are harmless to repeat are retried.
+            retries: Number of retries of requests that are harmless to repeat.
             region: Region of the bucket.
         """
         self.location = location
@@ -84,7 +84,7 @@ class Connection:
         except ValueError as error:
             wanted = spec.get("aws_credentials", {})
             if wanted.get("type") == "profile":
-                # TensorStore names neither the profile nor the file.
+                # TensorStore's error names neither the profile nor the file.
                 places = " or ".join(wanted[name] for name, _, _ in _FILES)
                 hint = f"there may be no profile {wanted['profile']!r} with keys in {places}"
                 error.args = (f"{error}; {hint}",)
@@ -135,7 +135,7 @@ def _s3(
         "driver": "s3",
         "bucket": bucket,
         "path": path,
-        # Otherwise TensorStore reads the object first, and then writes without a condition.
+        # Without this, TensorStore reads the object first, and then writes without a condition.
         "use_conditional_write": True,
         "aws_credentials": credentials_of(config.credentials),
         "s3_request_concurrency": {"limit": config.concurrency},
@@ -156,7 +156,8 @@ def credentials_of(given: str) -> dict[str, str]:
     if kind != "default":
         return {"type": kind}
     if all(os.environ.get(name) for name in _KEYS):
-        # These have priority anyway, and TensorStore does not warn about missing files then.
+        # Keys in the environment have priority anyway, and now TensorStore does not warn about
+        # missing files.
         return {"type": "environment"}
     return {"type": kind, "profile": os.environ.get("AWS_PROFILE") or "default"}
 

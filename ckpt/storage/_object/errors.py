@@ -1,7 +1,7 @@
 """Errors of object stores: what TensorStore raises, translated to plain words and advice.
 
-TensorStore raises `ValueError` with a status code in its text, and may repeat the store's answer.
-So does obstore, which copies objects, with exceptions of its own.
+TensorStore raises `ValueError` with a status code in its text, which may repeat the store's answer.
+obstore, which copies objects, does the same with exceptions of its own.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _HTTP = re.compile(
     r"(?:http_response_code='|status_code=|HTTP response code: |HTTP/1.1 | status code: )(\d{3})"
 )
 _DETAILS = re.compile(r" \[(?:source locations|http_response_|request_id|[a-z_]+=).*", re.DOTALL)
-# What obstore tells: which request it was, what became of it, and that again for programmers.
+# The text of obstore: the request, its outcome, and the outcome again for programmers.
 _TOLD = re.compile(r" - (Server returned .*?|HTTP error: .*?)\n\nDebug source:", re.DOTALL)
 _LONGEST_REASON = 300
 
 
 class _FailureKind(NamedTuple):
-    """A kind of failure: its error number, what to do, and what is certain about the request.
+    """A kind of failure: its error number, the advice, and what is certain about the request.
 
-    After a refusal it is certain that nothing was done, and that a retry would not help; if it is
-    vain, only that nothing was done. If the store is busy, a retry is worthwhile as long as there
-    is time. A request that was not sent found no store.
+    After a refusal, certainly nothing was done, and a retry would not help. After a request in
+    vain, certainly nothing was done, and a retry may help. If the store is busy, retries are
+    worthwhile as long as there is time. A request that was not sent has not reached any store.
 
     All this is true of the last time that the request was sent. Curl may have sent it before over a
     connection that broke, and then it may have been done.
@@ -51,7 +51,7 @@ _NO_ACCESS = _FailureKind(
     errno.EACCES,
     "The credentials are wrong or missing, or do not allow this. See "
     "docs/how-to/object-stores.md for where they come from and what they have to allow; a root "
-    "that may only be read is opened with read_only=True",
+    "that may only be read is opened with mode='r'",
     True,
 )
 _BUSY = _FailureKind(
@@ -60,7 +60,7 @@ _BUSY = _FailureKind(
     "ckpt.storage.S3 or GCS",
     False,
 )
-# The store says that it did not do it this time.
+# The store says that it did nothing this time.
 _TURNED_AWAY = _BUSY._replace(is_vain=True, is_busy=True)
 _IN_THE_WAY = _TURNED_AWAY._replace(
     advice="Something else was being done to the same object; try again"
@@ -121,7 +121,7 @@ _ELSEWHERE_CODES = re.compile(
     "AuthorizationHeaderMalformed|PermanentRedirect|TemporaryRedirect|IllegalLocationConstraint"
 )
 _EXPIRED_CODES = re.compile("ExpiredToken|InvalidToken|TokenRefreshRequired")
-# Of Alibaba, Tencent and Volcengine; S3 itself has no code for it.
+# Codes of Alibaba, Tencent and Volcengine; S3 itself has no code for it.
 _NO_PATHS_CODES = re.compile(
     "SecondLevelDomainForbidden|PathStyleDomainForbidden|InvalidPathAccess"
 )
@@ -134,14 +134,14 @@ class RequestFailed(StorageError):
     """One request to a store failed.
 
     Attributes:
-        status: TensorStore's name for it, such as `OUT_OF_RANGE`; empty if there is none.
-        is_refusal: Whether the store certainly did nothing, and a retry would not help.
-        is_vain: Whether the store certainly did nothing, and a retry may help.
-        is_busy: Whether the store itself has said so.
-        is_under_way: Whether the request has not ended, so that its outcome is unknown.
-        was_sent: Whether a store may have received it, the last time it was tried.
-        is_only: Whether it was certainly tried only once. Otherwise the above is true of the last
-            try, and nothing is certain if that was not sent.
+        status: TensorStore's status, such as `OUT_OF_RANGE`; empty if there is none.
+        is_refusal: True if the store certainly did nothing, and a retry would not help.
+        is_vain: True if the store certainly did nothing, and a retry may help.
+        is_busy: True if the store itself has said that it did nothing.
+        is_under_way: True if the request has not ended, so that its outcome is unknown.
+        was_sent: True if a store may have received the last try.
+        is_only: True if the request was certainly tried only once. Otherwise the fields above
+            describe the last try, and nothing is certain if that try was not sent.
     """
 
     def __init__(
@@ -157,29 +157,28 @@ class RequestFailed(StorageError):
         self.is_only = is_only
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Other processes need what a caller catches.
+        # Pickled as the class that callers can catch in other processes.
         known = {name: getattr(self, name) for name in ("errno", "step", "item", "leaf")}
         return StorageError, (self.message,), known
 
     def final(self) -> RequestFailed:
-        """Return this error as one after which certainly nothing was done and no retry follows."""
+        """Return this error as a refusal: certainly nothing was done, and no retry follows."""
         self.is_refusal = True
         return self
 
     def unknown(self) -> StorageError:
-        """Return the error for a request of which it is unknown whether it was done."""
+        """Return the error for a request with an unknown outcome."""
         return StorageError(
             f"{self.message}. It is unknown whether it was written",
             errno=self.errno,
         )
 
 
-# A traceback names the class that a caller can catch.
+# Tracebacks name the class that a caller can catch.
 RequestFailed.__module__, RequestFailed.__qualname__ = StorageError.__module__, "StorageError"
 
 
 def timed_out(what: str, where: str, seconds: float) -> RequestFailed:
-    """Return the error of a request that took too long."""
     return RequestFailed(
         f"cannot {what} {where}: no answer within {seconds:.0f} s. Check that the endpoint is "
         "right and can be reached from here, or raise request_timeout=",
@@ -194,12 +193,13 @@ def refused(what: str, where: str, error: Exception, *, is_only: bool = True) ->
     """Return the error of a request that failed in TensorStore.
 
     Args:
-        what: What was tried.
+        what: The operation, for the message.
         where: The object, for the message.
-        error: What TensorStore raised.
-        is_only: Whether curl had no older connection over which it could have sent it before.
+        error: The error that TensorStore raised.
+        is_only: True if curl had no older connection over which it could have sent the request
+            before.
     """
-    # In the cause, too, which tracebacks show: the store's answer may repeat the request.
+    # Redacted in the cause, too, which tracebacks show: the store's answer may repeat the request.
     text = redact(str(error))
     error.args = (text,)
     found = _STATUS.match(text)
@@ -217,16 +217,11 @@ def refused(what: str, where: str, error: Exception, *, is_only: bool = True) ->
 
 
 def copy_failed(where: str, error: Exception) -> RequestFailed:
-    """Return the error of a copy inside the store that failed in obstore; it gives no advice.
-
-    Args:
-        where: The new object, for the message.
-        error: What obstore raised.
-    """
+    """Return the error of a copy inside the store that failed in obstore; it gives no advice."""
     text = str(error)
     told = _TOLD.search(text)
     text = redact(told[1] if told else text)
-    # What is not about an answer may repeat a credential.
+    # An error without an answer may repeat a credential, so only its type is shown.
     reason = " ".join((text if told else type(error).__name__).split())[:_LONGEST_REASON]
     return RequestFailed(
         f"cannot copy {where}: {reason.rstrip('.')}",

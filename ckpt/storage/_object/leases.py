@@ -1,4 +1,4 @@
-"""Lease records: who writes an attempt in an object store, and whether that writer is dead.
+"""Lease records: the writers of attempts in an object store, and which of them are dead.
 
 An attempt has a record, a small object beside the step directories. Every change of a record is a
 conditional write, so if two processes want to change it, exactly one does:
@@ -11,7 +11,8 @@ conditional write, so if two processes want to change it, exactly one does:
                  writer does not know yet whether its manifest was written.
 
 The store's clock cannot be read, so the age of a record is the time for which this process has seen
-it unchanged. It is at least that old. docs/design/006-object-stores.md has the rule and the proof.
+it unchanged. The record is at least that old. docs/design/006-object-stores.md has the rule and the
+proof.
 """
 
 from __future__ import annotations
@@ -31,18 +32,17 @@ from msgspec import Struct, field
 from ckpt._settings import LONGEST_LEASE_SECONDS
 from ckpt.errors import StorageError
 from ckpt.storage._base import owner_of, time_in
-from ckpt.storage._object.client import MISSING, ObjectClient, StoredObject
+from ckpt.storage._store import Store, StoredObject
 
 State = Literal["writing", "committing", "dead", "deleting"]
 
 FOLDER = ".ckpt-attempts"
-# Suffix of a note that data is to be removed once its record is gone.
+# Suffix of the note that data is to be removed once its record is gone.
 LATER = ".later"
 _KEY = re.compile(r"^(.+)\.([0-9a-f]{32})\Z", re.DOTALL)
 
 
 def record_key(step_dir: str, attempt: str) -> str:
-    """Return the key of the record of an attempt."""
     return f"{FOLDER}/{step_dir}.{attempt}"
 
 
@@ -61,14 +61,12 @@ class LeaseRecord(Struct):
     """The record of an attempt, as this process wrote it last.
 
     Attributes:
-        key: Its key.
-        seconds: How long it lasts after it was renewed.
-        state: Its state.
-        generation: The generation of the object.
-        begun: When its writer made it, by that writer's clock; None if it does not say.
-        renewed: When it was written last, by the clock of the one that did; None likewise.
+        seconds: Duration of the lease after a renewal.
+        generation: Generation of the object, which every write changes.
+        begun: Time at which its writer made it, by that writer's clock; None if unknown.
+        renewed: Time of the last write, by the clock of the process that wrote; None if unknown.
         owner: Host and process that wrote it last, for people.
-        guard: Held while it is changed.
+        guard: Lock that is held during a change.
     """
 
     key: str
@@ -82,12 +80,10 @@ class LeaseRecord(Struct):
 
     @property
     def step_dir(self) -> str:
-        """Name of the step directory."""
         return self._names[0]
 
     @property
     def attempt(self) -> str:
-        """Id of the attempt."""
         return self._names[1]
 
     @property
@@ -96,13 +92,13 @@ class LeaseRecord(Struct):
         assert names is not None
         return names
 
-    async def renew(self, keys: ObjectClient) -> bool:
-        """Write it again while its attempt is being written; False as for `change`."""
+    async def renew(self, keys: Store) -> bool:
+        """Write the record again if its attempt is still being written; False as for `change`."""
         async with self.guard:
             # Its writer may have changed the state meanwhile.
             return self.state != "writing" or await self._change(keys, "writing")
 
-    async def change(self, keys: ObjectClient, state: State) -> bool:
+    async def change(self, keys: Store, state: State) -> bool:
         """Write the record again, as its writer; False if another process ended or removed it.
 
         Raises:
@@ -111,7 +107,7 @@ class LeaseRecord(Struct):
         async with self.guard:
             return await self._change(keys, state)
 
-    async def _change(self, keys: ObjectClient, state: State) -> bool:
+    async def _change(self, keys: Store, state: State) -> bool:
         while not await self._swap(keys, state):
             now = await self._now(keys)
             if now is None or now.state not in ("writing", "committing"):
@@ -122,7 +118,7 @@ class LeaseRecord(Struct):
             self.generation = now.generation
         return True
 
-    async def _swap(self, keys: ObjectClient, state: State) -> bool:
+    async def _swap(self, keys: Store, state: State) -> bool:
         content = _content(state, self.seconds, self.begun)
         swap = await keys.swap(self.key, content, self.generation)
         if swap.generation is None:
@@ -130,12 +126,12 @@ class LeaseRecord(Struct):
         self.generation, self.state = swap.generation, state
         return True
 
-    async def _now(self, keys: ObjectClient) -> LeaseRecord | None:
+    async def _now(self, keys: Store) -> LeaseRecord | None:
         found = await keys.get(self.key)
         return None if found is None else state_of(self.key, found)
 
-    async def seize(self, keys: ObjectClient) -> bool:
-        """Mark it as dead, as a cleaner; False if it was changed since it was read.
+    async def seize(self, keys: Store) -> bool:
+        """Mark the record as dead, as a cleaner; False if it was changed since it was read.
 
         Raises:
             StorageError: As `change`.
@@ -143,8 +139,8 @@ class LeaseRecord(Struct):
         async with self.guard:
             return await self._swap(keys, "dead")
 
-    async def seal(self, keys: ObjectClient) -> bool:
-        """Mark it as dead, as its writer; False if its data must not be removed nevertheless.
+    async def seal(self, keys: Store) -> bool:
+        """Mark the record as dead, as its writer; False if its data must stay nevertheless.
 
         Raises:
             StorageError: As `change`.
@@ -154,13 +150,13 @@ class LeaseRecord(Struct):
         if self.state != "writing":
             return False
         # A cleaner was quicker, and does not see data written after it. This writer was never about
-        # to put a manifest, and has lost the right to.
+        # to put a manifest, and has lost the right to, so it may remove the data.
         now = await self._now(keys)
         return now is None or now.state == "dead"
 
 
 async def make(
-    keys: ObjectClient, step_dir: str, attempt: str, seconds: float, state: State
+    keys: Store, step_dir: str, attempt: str, seconds: float, state: State
 ) -> LeaseRecord | None:
     """Make the record of an attempt; None if there is one already.
 
@@ -168,14 +164,14 @@ async def make(
         StorageError: The store failed, or it is unknown whether it was written.
     """
     key, begun = record_key(step_dir, attempt), time.time()
-    swap = await keys.swap(key, _content(state, seconds, begun), MISSING)
+    swap = await keys.swap(key, _content(state, seconds, begun), None)
     if swap.generation is None:
         return None
     return LeaseRecord(key, seconds, state, swap.generation, begun)
 
 
 def _content(state: State, seconds: float, begun: float | None) -> bytes:
-    # Different each time: some stores tell versions of an object apart by its bytes alone.
+    # The nonce makes each content new: some stores know versions of an object by its bytes alone.
     people = {"host": platform.node(), "pid": os.getpid(), "begun": begun, "renewed": time.time()}
     content = {"state": state, "seconds": seconds, "nonce": uuid.uuid4().hex}
     return json.dumps(content | people).encode()
@@ -199,17 +195,16 @@ class Sightings:
     """The times for which objects were seen unchanged, by the clock of this process, in seconds.
 
     Attributes:
-        may_see_probes: Whether there may be probes of dead processes. A sweep looks for them until
+        may_see_probes: True if there may be probes of dead processes. A sweep looks for them until
             there are none.
     """
 
     def __init__(self) -> None:
-        """Begin without any sighting."""
         self._seen: dict[str, tuple[bytes, float]] = {}
         self.may_see_probes = True
 
     def age(self, key: str, generation: bytes) -> float:
-        """Return for how long an object has had the generation that it has now."""
+        """Return for how long an object has been seen with its present generation."""
         now = time.monotonic()
         known = self._seen.get(key)
         if known is None or known[0] != generation:

@@ -18,12 +18,11 @@ _DELETER = re.compile(rb"^# deleted by ([0-9a-f]{32}), ")
 
 
 def is_id(name: str) -> bool:
-    """Tell whether a name may be the id of an attempt."""
+    """Return True if a name may be the id of an attempt."""
     return _ID.match(name) is not None
 
 
 def trash_key(step_dir: str, attempt: str) -> str:
-    """Return the key of an entry of the trash."""
     return f"{TRASH}/{step_dir}.{attempt}"
 
 
@@ -45,7 +44,7 @@ def deleter_of(data: bytes) -> str | None:
 
 
 def is_gone(data: bytes) -> bool:
-    """Tell whether an object is a tombstone instead of a manifest."""
+    """Return True if an object is a tombstone instead of a manifest."""
     return data.startswith(GONE)
 
 

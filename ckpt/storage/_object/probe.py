@@ -6,24 +6,24 @@ import errno
 import uuid
 
 from ckpt.errors import StorageError
-from ckpt.storage._object.client import MISSING, ObjectClient
+from ckpt.storage._store import Store, refuse_missing
 
 FOLDER = ".ckpt-probe"
 
 
-async def probe(keys: ObjectClient) -> None:
+async def probe(keys: Store) -> None:
     """Write an object several times with conditions that do not hold, then remove it.
 
     Raises:
         StorageError: The store ignores the conditions, or failed.
     """
     key = f"{FOLDER}/{uuid.uuid4().hex}"
-    first = await keys.swap(key, f"1 {key}".encode(), MISSING)
+    first = await keys.swap(key, f"1 {key}".encode(), None)
     if first.generation is None:
-        await keys.refuse_missing()
+        await refuse_missing(keys)
         raise _broken(keys, "says that a new object exists")
     try:
-        again = await keys.swap(key, f"2 {key}".encode(), MISSING)
+        again = await keys.swap(key, f"2 {key}".encode(), None)
         if again.generation is not None:
             await _refuse_no_store(keys, key)
             raise _broken(keys, "replaces an object that may only be made if none exists")
@@ -34,7 +34,7 @@ async def probe(keys: ObjectClient) -> None:
         await keys.delete(key)
 
 
-async def _refuse_no_store(keys: ObjectClient, key: str) -> None:
+async def _refuse_no_store(keys: Store, key: str) -> None:
     """Raise if the object was not written: many servers say yes to every request."""
     found = await keys.get(key)
     if found is None or not found.data.endswith(f" {key}".encode()):
@@ -45,7 +45,7 @@ async def _refuse_no_store(keys: ObjectClient, key: str) -> None:
         )
 
 
-def _broken(keys: ObjectClient, what: str) -> StorageError:
+def _broken(keys: Store, what: str) -> StorageError:
     return StorageError(
         f"{keys.location}: the store {what}: it ignores the conditions of writes "
         "(If-None-Match, If-Match), so of two writers of a step one could destroy the other's. "

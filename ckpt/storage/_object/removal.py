@@ -1,7 +1,7 @@
-"""Removal of steps and attempts in an object store, without data that another writer needs.
+"""Removal of steps and attempts in an object store, sparing data that another writer needs.
 
-The data of an attempt is removed by the process that holds its lease record, after its manifest is
-gone; see `leases`.
+The data of an attempt is removed after its manifest is gone, by the process that holds its lease
+record; see `leases`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import uuid
 import anyio
 
 from ckpt._format.manifest_head import FILE_NAME, peek, peek_files
+from ckpt._runtime.tasks import for_each
 from ckpt.errors import StorageError
 from ckpt.storage._object import leases
-from ckpt.storage._object.client import ObjectClient, StoredObject, each
 from ckpt.storage._object.foreign import remove_foreign
 from ckpt.storage._object.leases import LeaseRecord
 from ckpt.storage._object.names import (
@@ -27,17 +27,18 @@ from ckpt.storage._object.names import (
     is_id,
     trash_key,
 )
+from ckpt.storage._store import Store, StoredObject
 
 logger = logging.getLogger("ckpt")
 
-# How long a writer may take from its commit to the removal of its record.
+# How long a writer may take from its commit to the removal of its record: looks, and pauses.
 _LOOKS, _PAUSE_SECONDS = 10, 0.05
 
 
-async def remove(keys: ObjectClient, step_dir: str, attempt: str | None, seconds: float) -> bool:
+async def remove(keys: Store, step_dir: str, attempt: str | None, seconds: float) -> bool:
     """Remove a step directory: its manifest, then its data; False if it does not exist.
 
-    With `attempt`, only if its manifest is of that attempt.
+    With `attempt`, it is removed only if its manifest is of that attempt.
     """
     key = f"{step_dir}/{FILE_NAME}"
     found = await keys.get(key)
@@ -57,29 +58,27 @@ async def remove(keys: ObjectClient, step_dir: str, attempt: str | None, seconds
     # No writer puts a new manifest there while the record of the deleter exists.
     swap = await keys.swap(key, gone(deleter), found.generation)
     if swap.generation is None:
-        await each(lambda record: finish(keys, record), records)
+        await for_each(lambda record: finish(keys, record), records)
         return attempt is None and await remove(keys, step_dir, attempt, seconds)
     try:
         await remove_plain_files(keys, step_dir, found)
-        await each(lambda record: finish(keys, record), records)
+        await for_each(lambda record: finish(keys, record), records)
     except StorageError as error:
         logger.warning("data of a deleted step at %s was left: %s", keys.location, error)
     return True
 
 
-async def remove_replaced(
-    keys: ObjectClient, step_dir: str, old: StoredObject, seconds: float
-) -> None:
+async def remove_replaced(keys: Store, step_dir: str, old: StoredObject, seconds: float) -> None:
     """Remove the data of a manifest that another one has replaced."""
     records = await _take_over(keys, step_dir, old, seconds)
     await remove_plain_files(keys, step_dir, old)
-    await each(lambda record: finish(keys, record), records)
+    await for_each(lambda record: finish(keys, record), records)
 
 
 async def _take_over(
-    keys: ObjectClient, step_dir: str, found: StoredObject, seconds: float
+    keys: Store, step_dir: str, found: StoredObject, seconds: float
 ) -> list[LeaseRecord]:
-    """Return lease records of the attempts whose data belongs to a manifest, to be removed.
+    """Make and return lease records for removing the data that belongs to a manifest.
 
     An attempt that has a record already is left to the process that made it: its writer does not
     know yet that it has published, or another process deletes it.
@@ -88,7 +87,7 @@ async def _take_over(
     if attempt is not None:
         ids = {attempt} if is_id(attempt) else set()
     else:
-        # A damaged manifest does not say, so all data of the step directory without a writer.
+        # A damaged manifest names no attempt, so all data without a writer is removed.
         below = await keys.list(f"{step_dir}/")
         ids = {folder for path in below if (folder := folder_of(path)) is not None}
     records = []
@@ -97,13 +96,13 @@ async def _take_over(
         if record is not None:
             records.append(record)
         elif attempt is not None:
-            # Left to a cleaner. `sweep` relies on it that such an attempt was committed.
+            # Left to a cleaner. `sweep` relies on the note: such an attempt was committed.
             await keys.put(leases.later_key(step_dir, each_id), b"-")
     return records
 
 
 async def _record_of(
-    keys: ObjectClient, step_dir: str, attempt: str, seconds: float
+    keys: Store, step_dir: str, attempt: str, seconds: float
 ) -> LeaseRecord | None:
     for _ in range(_LOOKS):
         record = await leases.make(keys, step_dir, attempt, seconds, "deleting")
@@ -114,8 +113,8 @@ async def _record_of(
     return None
 
 
-async def finish_later(keys: ObjectClient, name: str, seconds: float) -> bool:
-    """Remove data that could not be removed because it had a record; False if it still has."""
+async def finish_later(keys: Store, name: str, seconds: float) -> bool:
+    """Remove data whose record prevented that earlier; False if it still has the record."""
     step_dir, attempt = leases.record_names(name.removesuffix(leases.LATER)) or ("", "")
     record = await leases.make(keys, step_dir, attempt, seconds, "deleting")
     if record is None:
@@ -125,8 +124,8 @@ async def finish_later(keys: ObjectClient, name: str, seconds: float) -> bool:
     return True
 
 
-async def finish_replaced(keys: ObjectClient, step_dir: str, attempt: str, seconds: float) -> None:
-    """Remove the data that `attempt` has replaced and its writer did not remove."""
+async def finish_replaced(keys: Store, step_dir: str, attempt: str, seconds: float) -> None:
+    """Remove the data that `attempt` has replaced, if its writer did not remove it."""
     names = await keys.list(f"{NAMES}/{step_dir}.")
     for other in names:
         if is_id(other) and other != attempt:
@@ -135,18 +134,18 @@ async def finish_replaced(keys: ObjectClient, step_dir: str, attempt: str, secon
                 await finish(keys, record)
 
 
-async def finish(keys: ObjectClient, record: LeaseRecord) -> None:
+async def finish(keys: Store, record: LeaseRecord) -> None:
     """Remove the data of an attempt that is being deleted.
 
-    Unless its manifest still exists, or is in the trash. The tombstone is removed first, if it is
-    of this deletion.
+    The data stays if its manifest still exists, or is in the trash. The tombstone is removed first,
+    if it is of this deletion.
     """
     step_dir, attempt = record.step_dir, record.attempt
     key = f"{step_dir}/{FILE_NAME}"
     found = await keys.get(key)
     if found is not None and deleter_of(found.data) == attempt:
         await keys.delete_if(key, found.generation)
-    # In this order: a step that is undeleted has its manifest before its entry is removed.
+    # The trash first: an undeleted step has its manifest before its entry is removed.
     if not await _is_in_trash(keys, step_dir, attempt):
         found = await keys.get(key)
         if found is None or attempt_of(found.data) != attempt:
@@ -154,24 +153,24 @@ async def finish(keys: ObjectClient, record: LeaseRecord) -> None:
     await keys.delete(record.key)
 
 
-async def _is_in_trash(keys: ObjectClient, step_dir: str, attempt: str) -> bool:
-    return await keys.first(trash_key(step_dir, attempt)) is not None
+async def _is_in_trash(keys: Store, step_dir: str, attempt: str) -> bool:
+    return await keys.get(trash_key(step_dir, attempt), 0, 1) is not None
 
 
-async def remove_data(keys: ObjectClient, step_dir: str, attempt: str) -> None:
+async def remove_data(keys: Store, step_dir: str, attempt: str) -> None:
     """Remove everything in the folder of an attempt, and its name."""
     start = f"{step_dir}/{attempt}/"
     paths = await keys.list(start)
-    await each(lambda path: keys.delete(start + path), paths)
+    await for_each(lambda path: keys.delete(start + path), paths)
     await keys.delete(f"{NAMES}/{step_dir}.{attempt}")
 
 
 async def remove_plain_files(
-    keys: ObjectClient, step_dir: str, old: StoredObject, kept: frozenset[str] = frozenset()
+    keys: Store, step_dir: str, old: StoredObject, kept: frozenset[str] = frozenset()
 ) -> None:
-    """Remove the files of a step that was copied here from a disk: they are not in a folder.
+    """Remove the files of a step that was copied here from a disk, which has no folder.
 
-    All but those that are `kept`, and none if its manifest is in the trash.
+    The files in `kept` stay; all files stay if the manifest is in the trash.
     """
     files = (peek_files(old.data) or frozenset()) - kept
     summary = peek(old.data)
@@ -181,10 +180,10 @@ async def remove_plain_files(
         for path in files
         if path != FILE_NAME
         and not (start and path.startswith(start))
-        # Names in a manifest must not lead anywhere else.
+        # Names in a manifest must not lead anywhere else, nor into a folder of an attempt.
         and folder_of(path) is None
         and not {"", ".", ".."} & set(path.split("/"))
     ]
     if plain and summary is not None and await _is_in_trash(keys, step_dir, summary.attempt):
         return
-    await each(lambda path: keys.delete(f"{step_dir}/{path}"), plain)
+    await for_each(lambda path: keys.delete(f"{step_dir}/{path}"), plain)

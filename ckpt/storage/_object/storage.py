@@ -1,7 +1,6 @@
-"""Object stores as a `Storage`: S3, GCS, or the memory of this process.
+"""Object stores as a `Storage`: S3, GCS, the memory of this process, or a store of others.
 
-The work is done in the modules beside this one. docs/design/006-object-stores.md says why it is
-safe.
+The modules beside this one do the work. docs/design/006-object-stores.md says why it is safe.
 """
 
 from __future__ import annotations
@@ -10,20 +9,22 @@ import errno
 import logging
 import uuid
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import anyio
 
 from ckpt._format.manifest_head import FILE_NAME
+from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError, StorageError
-from ckpt.storage._base import UNKNOWN_SIZE, Attempt, AttemptEntry, TrashEntry, note_parts
+from ckpt.storage._base import UNKNOWN_SIZE, Attempt, AttemptEntry, StorageTraits, TrashEntry
 from ckpt.storage._object import attempts, leases, notes
 from ckpt.storage._object import trash as trash_folder
 from ckpt.storage._object.attempts import ObjectAttempt
-from ckpt.storage._object.client import KeyValueStore, ObjectClient, StoredObject, each
-from ckpt.storage._object.config import Memory, StoreConfig
+from ckpt.storage._object.client import KeyValueStore, ObjectClient
+from ckpt.storage._object.config import GCS, S3, Memory, StoreConfig
 from ckpt.storage._object.connection import connect
 from ckpt.storage._object.errors import RequestFailed
 from ckpt.storage._object.foreign import is_foreign
@@ -32,20 +33,17 @@ from ckpt.storage._object.listing import StepListing
 from ckpt.storage._object.names import GONE, is_gone
 from ckpt.storage._object.probe import probe
 from ckpt.storage._object.removal import remove, remove_replaced
-from ckpt.storage._object.sharing.copies import Copier, MemoryCopier, ServerSideCopies
+from ckpt.storage._object.sharing.copies import MemoryCopier, ServerSideCopies
 from ckpt.storage._object.sharing.obstore_copier import open_copier
 from ckpt.storage._object.sweep import attempts_in, sweep
+from ckpt.storage._store import CopiesObjects, Store, StoredObject, refuse_missing
 
 logger = logging.getLogger("ckpt")
 
 T = TypeVar("T")
-# One PUT takes at most 5 GB, and its body is held in memory.
-_LARGEST_FILE_BYTES = 1 << 30
-# Measured at 100 MB/s and 40 ms: 0.81 of the bandwidth, beside 0.75 with objects of 48 MiB.
-_USUAL_FILE_BYTES = 16 << 20
 # A large read is split into parts of this size, each with a stream of its own to hide latency.
 _PART_BYTES = 8 << 20
-# How many files are copied through this machine, and how many manifests are parsed, at once.
+# Number of files copied through this machine, and of manifests parsed, at once.
 _COPIES, _PARSED = 4, 16
 
 
@@ -54,60 +52,71 @@ class ObjectStorage:
 
     def __init__(
         self,
-        config: StoreConfig,
+        place: StoreConfig | Store,
         timeouts: Timeouts,
         *,
         create: bool = True,
         open_store: Callable[[], tuple[KeyValueStore, KeyValueStore]] | None = None,
     ) -> None:
-        """Use the place that `config` names.
+        """Use a place.
 
         Args:
-            config: The place.
-            timeouts: How long leases last.
-            create: Whether `prepare` accepts a place where there is nothing yet.
-            open_store: Opens another store instead of the one that `config` names; see
+            place: The place, or the objects of a store of others.
+            timeouts: Durations of leases.
+            create: True lets `prepare` accept a place where there is nothing yet.
+            open_store: Opens another store instead of the one that `place` names; see
                 `ObjectClient`.
         """
-        self.config = config
-        self._connection = connect(config)
-        self._keys = ObjectClient(
-            self._connection.location,
-            self._connection.endpoint,
-            open_store or self._connection.open,
-            config.request_timeout,
-            config.concurrency,
-            0 if isinstance(config, Memory) else config.retries,
-        )
+        self.config = place if isinstance(place, S3 | GCS | Memory) else None
+        self._endpoint, self._heeds_conditions = "", False
+        open_copies: Callable[[], CopiesObjects] | None = None
+        if isinstance(place, S3 | GCS | Memory):
+            connection = connect(place)
+            self._endpoint = connection.endpoint
+            client = ObjectClient(
+                connection.location,
+                connection.endpoint,
+                open_store or connection.open,
+                place.request_timeout,
+                place.concurrency,
+                0 if isinstance(place, Memory) else place.retries,
+            )
+            self._keys: Store = client
+            if isinstance(place, Memory):
+                self._heeds_conditions = True
+                open_copies = partial(MemoryCopier, client)
+            else:
+                self._heeds_conditions = place.single_writer
+                if place.server_side_copies:
+                    open_copies = partial(open_copier, place, connection, client)
+        else:
+            self._keys = place
+            if isinstance(place, CopiesObjects):
+                open_copies = partial(_itself, place)
         self._timeouts = timeouts
         self._create = create
-        self._heeds_conditions = isinstance(config, Memory) or config.single_writer
         self._lists = StepListing(self._keys)
         self._sightings = Sightings()
-        self._server_copies = ServerSideCopies(
-            self._keys,
-            self._open_copier,
-            are_wanted=isinstance(config, Memory) or config.server_side_copies,
-        )
+        self._server_copies = ServerSideCopies(self._keys, open_copies)
         self._copies: anyio.Semaphore | None = None
         self._answered = False
 
     @property
     def location(self) -> str:
-        return self._connection.location
+        return self._keys.location
 
     @property
-    def lease_seconds(self) -> float:
-        return self._timeouts.lease
-
-    @property
-    def usual_file_bytes(self) -> int:
-        # Nothing of an object is sent before all of it is copied and hashed.
-        return _USUAL_FILE_BYTES
-
-    @property
-    def largest_file_bytes(self) -> int:
-        return _LARGEST_FILE_BYTES
+    def traits(self) -> StorageTraits:
+        limits, shares = self._keys.limits, self._server_copies.are_possible
+        # Sending an object begins only when all of it is copied and hashed, so objects are small.
+        # A copy is a request, and a large state has thousands of objects.
+        return StorageTraits(
+            self._timeouts.lease,
+            limits.largest_bytes,
+            limits.usual_bytes,
+            shares,
+            shares_at_once=False,
+        )
 
     @property
     def keeps_others(self) -> bool:
@@ -122,10 +131,10 @@ class ObjectStorage:
             self._heeds_conditions = True
 
     async def _refuse_emptiness(self) -> None:
-        if await self._lists.is_empty():
+        if not await self._keys.list(""):
             raise StorageError(
-                f"cannot list the directory {self.location}: it does not exist, and create=False "
-                "was given",
+                f"cannot list the directory {self.location}: it does not exist, and may not be "
+                "made here (mode='r+')",
                 errno=errno.ENOENT,
             )
         self._create = True
@@ -138,7 +147,7 @@ class ObjectStorage:
     async def exists(self, step_dir: str) -> bool:
         if await self._stamp(step_dir, FILE_NAME) is not None:
             return True
-        # What Orbax has there must not be taken for a name that is free.
+        # A name that Orbax has used is not free.
         return await is_foreign(self._keys, step_dir)
 
     async def files(self, step_dir: str) -> dict[str, int | None]:
@@ -149,7 +158,7 @@ class ObjectStorage:
         if found is None or (path == FILE_NAME and is_gone(found.data)):
             if not self._answered:
                 # Reading from a missing bucket finds nothing; listing it says why.
-                await self._keys.refuse_missing()
+                await refuse_missing(self._keys)
                 self._answered = True
             return None
         self._answered = True
@@ -161,7 +170,7 @@ class ObjectStorage:
         return found.data
 
     async def read_tail(self, step_dir: str, path: str, most: int) -> tuple[bytes, int] | None:
-        found = await self._keys.tail(self._key(step_dir, path), most)
+        found = await self._keys.get(self._key(step_dir, path), -most)
         if found is None:
             return None
         return found.data, UNKNOWN_SIZE if len(found.data) == most else len(found.data)
@@ -172,17 +181,17 @@ class ObjectStorage:
         async def look(step_dir: str) -> None:
             found[step_dir] = await self._stamp(step_dir, path)
 
-        await each(look, step_dirs)
+        await for_each(look, step_dirs)
         return [found[step_dir] for step_dir in step_dirs]
 
     async def _stamp(self, step_dir: str, path: str) -> Hashable | None:
-        first = await self._keys.first(self._key(step_dir, path))
+        first = await self._keys.get(self._key(step_dir, path), 0, 1)
         if first is None or (path == FILE_NAME and GONE.startswith(first.data or b"-")):
             return None
         return first.generation
 
     async def fingerprint(self, step_dir: str, path: str) -> str | None:
-        first = await self._keys.first(self._key(step_dir, path))
+        first = await self._keys.get(self._key(step_dir, path), 0, 1)
         return None if first is None else first.generation.hex()
 
     async def read_each(
@@ -202,53 +211,51 @@ class ObjectStorage:
                 if data is not None and len(data.data) <= limit:
                     found[step_dir] = await run_in_thread(parse, data.data, len(data.data))
 
-        await each(look, step_dirs)
+        await for_each(look, step_dirs)
         return [found[step_dir] for step_dir in step_dirs]
 
     async def cut_files(self, expected: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
-        # It would take a request for every file of every step.
+        # Looking would take a request for every file of every step.
         return {}
 
     async def begin(self, step_dir: str) -> Attempt:
         token = uuid.uuid4().hex
         record = await leases.make(self._keys, step_dir, token, self._timeouts.lease, "writing")
         if record is None:
-            await self._keys.refuse_missing()
+            await refuse_missing(self._keys)
             raise StorageError(f"{self.location}/{step_dir}: the store did not create a new object")
         return ObjectAttempt(step_dir, token, record)
 
     async def join(self, step_dir: str, attempt: str) -> Attempt:
         if await self._keys.get(leases.record_key(step_dir, attempt)) is None:
-            await self._keys.refuse_missing()
-            endpoint = self._connection.endpoint
+            await refuse_missing(self._keys)
+            endpoint = f" at {self._endpoint}" if self._endpoint else ""
             raise StorageError(
-                f"{self.location}/{step_dir}{f' at {endpoint}' if endpoint else ''}: the attempt "
-                "that process 0 has begun does not exist here. Do all processes use the same "
-                "store, endpoint and credentials? memory:// is for one process"
+                f"{self.location}/{step_dir}{endpoint}: the attempt that process 0 has begun does "
+                "not exist here. Do all processes use the same store, endpoint and credentials? "
+                "memory:// is for one process"
             )
         return ObjectAttempt(step_dir, attempt, None)
 
     async def renew(self, attempt: Attempt) -> None:
-        record = _own(attempt).record
+        record = _own_attempt(attempt).record
         if record is not None and not await record.renew(self._keys):
             raise leases.lost(f"{self.location}/{attempt.step_dir}")
 
     async def write(self, attempt: Attempt, path: str, data: bytes) -> None:
-        # A step is there once its manifest is, so that is kept for `publish`.
-        own = _own(attempt)
+        # The manifest makes a step visible, so it is kept for `publish`.
         if path == FILE_NAME:
-            own.manifest = data
+            _own_attempt(attempt).manifest = data
         else:
-            await self._put(own, path, data)
+            await self.write_block(attempt, path, data)
 
-    async def write_block(self, attempt: Attempt, path: str, data: memoryview) -> None:
-        await self._put(_own(attempt), path, data)
-
-    async def _put(self, own: ObjectAttempt, path: str, data: bytes | memoryview) -> None:
-        if len(data) > _LARGEST_FILE_BYTES:
+    async def write_block(self, attempt: Attempt, path: str, data: bytes | memoryview) -> None:
+        own = _own_attempt(attempt)
+        most = self._keys.limits.largest_bytes
+        if len(data) > most:
             raise StorageError(
                 f"{self.location}/{own.step_dir}: {path!r:.200} has {len(data)} bytes, and object "
-                f"stores accept at most {_LARGEST_FILE_BYTES} at once. Split it, or save it to a "
+                f"stores accept at most {most} at once. Split it, or save it to a "
                 "file system",
                 errno=errno.EFBIG,
             )
@@ -259,7 +266,7 @@ class ObjectStorage:
             raise
 
     async def link(self, attempt: Attempt, path: str, folder: str = "") -> None:
-        # The object is copied through this machine.
+        # The object is copied through this machine, so the number of copies is limited.
         self._copies = self._copies or anyio.Semaphore(_COPIES)
         async with self._copies:
             place = f"{attempt.step_dir}/{folder}" if folder else attempt.step_dir
@@ -269,26 +276,12 @@ class ObjectStorage:
                     f"{self.location}/{place}/{path}: it does not exist. The step was damaged "
                     "after it was committed"
                 )
-            await self._put(_own(attempt), path, found.data)
-
-    def _open_copier(self) -> Copier:
-        if isinstance(self.config, Memory):
-            return MemoryCopier(self._keys)
-        return open_copier(self.config, self._connection, self._keys)
-
-    @property
-    def shares_files(self) -> bool:
-        return self._server_copies.are_possible
-
-    @property
-    def shares_at_once(self) -> bool:
-        # A copy is a request, and a large state has thousands of objects.
-        return False
+            await self.write_block(attempt, path, found.data)
 
     async def share(
         self, attempt: Attempt, step_dir: str, files: Mapping[str, int]
     ) -> Sequence[str]:
-        return await self._server_copies.share(_own(attempt), step_dir, files)
+        return await self._server_copies.share(_own_attempt(attempt), step_dir, files)
 
     async def read_block(
         self,
@@ -301,18 +294,25 @@ class ObjectStorage:
         key = self._key(step_dir, path)
 
         async def fill(start: int) -> None:
-            part = target[start : start + _PART_BYTES]
-            if not await self._keys.fill(key, offset + start, part):
+            part, first = target[start : start + _PART_BYTES], offset + start
+            try:
+                found = await self._keys.get(key, first, first + len(part))
+            except StorageError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+                found = None
+            if found is None or len(found.data) != len(part):
                 raise CorruptCheckpointError(
                     f"{self.location}/{key}: it does not exist, or is shorter than "
-                    f"{offset + len(target)} bytes. The step was damaged after it was committed; "
-                    "restore another one"
+                    f"{offset + len(target)} bytes. It was damaged after it was written; take "
+                    "another checkpoint"
                 )
+            await run_in_thread(_copy, part, found.data)
 
         if 0 < len(target) <= _PART_BYTES:
             await fill(0)
         else:
-            await each(fill, range(0, len(target), _PART_BYTES))
+            await for_each(fill, range(0, len(target), _PART_BYTES))
         if then is not None:
             await run_in_thread(then)
 
@@ -324,28 +324,30 @@ class ObjectStorage:
         replacing: str | None = None,
         files: Mapping[str, int] | None = None,
     ) -> None:
-        # Shielded: what the store has done must be known here.
+        # Shielded, so that the outcome in the store is known here.
         with anyio.CancelScope(shield=True):
-            own = _own(attempt)
+            own = _own_attempt(attempt)
             replaced = await attempts.publish(
                 self._keys, own, overwrite=overwrite, replacing=replacing
             )
             await self._clean_up(own, replaced)
 
     async def _clean_up(self, own: ObjectAttempt, replaced: StoredObject | None) -> None:
-        """Remove what it has replaced, and then the record of an attempt that was committed."""
+        """Remove the data that a committed attempt has replaced, and then its record."""
         record, own.record = own.record, None
         try:
             if replaced is not None and not is_gone(replaced.data):
                 await remove_replaced(self._keys, own.step_dir, replaced, self._timeouts.lease)
-            # Last: it shows a cleaner that something may be left to do.
+            # The record goes last: it shows a cleaner that something may be left to do.
             if record is not None:
                 await self._keys.delete(record.key)
         except StorageError as error:
             logger.warning("data of a replaced step at %s was left: %s", self.location, error)
 
-    async def discard(self, attempt: Attempt, *, joined: bool = False) -> None:
-        own = _own(attempt)
+    async def discard(
+        self, attempt: Attempt, *, joined: bool = False, keep_files: bool = False
+    ) -> None:
+        own = _own_attempt(attempt)
         own.abandoned = own.abandoned or joined
         try:
             await attempts.discard(self._keys, own)
@@ -363,7 +365,7 @@ class ObjectStorage:
         return None if moved is None else f"{self.location}/{moved}"
 
     async def prepare_trash(self, trash: str) -> None:
-        # There is one, whatever it is called, and nothing to be made.
+        # There is one trash, whatever its name, and nothing has to be made for it.
         return
 
     async def trashed(self, trash: str) -> list[TrashEntry]:
@@ -391,10 +393,6 @@ class ObjectStorage:
     ) -> bool:
         return await notes.put(self._keys, name, data, replace=replace)
 
-    async def read_note(self, name: str, limit: int) -> bytes | None:
-        folder, file = note_parts(name)
-        return await self.read(folder, file, limit)
-
     async def notes(self, folder: str) -> dict[str, float]:
         return await notes.ages(self._keys, folder, self._sightings)
 
@@ -408,7 +406,7 @@ class ObjectStorage:
         """Return the key of a file.
 
         Raises:
-            CorruptCheckpointError: The path comes from a manifest and would lead elsewhere.
+            CorruptCheckpointError: The path, which comes from a manifest, would lead elsewhere.
         """
         key = "/".join(names).removeprefix("/")
         if any(part in ("", ".", "..") for part in key.split("/")):
@@ -416,6 +414,14 @@ class ObjectStorage:
         return key
 
 
-def _own(attempt: Attempt) -> ObjectAttempt:
+def _copy(target: memoryview, data: bytes) -> None:
+    target[:] = data
+
+
+def _itself(store: CopiesObjects) -> CopiesObjects:
+    return store
+
+
+def _own_attempt(attempt: Attempt) -> ObjectAttempt:
     assert isinstance(attempt, ObjectAttempt)
     return attempt

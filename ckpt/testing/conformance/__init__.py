@@ -1,8 +1,8 @@
 """Conformance suites for handlers and stores of other packages, run on real checkpoints.
 
-`check_handler` and `check_store` run every check of a `HandlerCase` or a `StoreCase`. With pytest
+`check_handler` and `check_store` run every check of a `HandlerCase` or a `StoreCase`. With pytest,
 one test for each of `HANDLER_CHECKS` or `STORE_CHECKS` is better: a failure then has the name of
-the promise that is not kept.
+the broken promise.
 
 ```python
 @pytest.mark.parametrize("check", HANDLER_CHECKS, ids=lambda check: check.__name__)
@@ -11,7 +11,7 @@ def test_my_handler(check, tmp_path):
 
 def fresh():
     url = f"mystore://bucket/{uuid.uuid4().hex}"
-    return lambda timeouts: MyStorage(url, timeouts)
+    return lambda timeouts: open_root(MyStore(url), timeouts)
 
 @pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
 def test_my_store(check):

@@ -1,7 +1,7 @@
-"""The conformance suite for handlers: what every handler must do, tried on real checkpoints.
+"""The conformance suite for handlers: the promises of every handler, tried on real checkpoints.
 
-Each check is a function of a `HandlerCase` and an empty directory, and raises `AssertionError`
-where the handler does something else.
+Each check is a function of a `HandlerCase` and an empty directory. It raises `AssertionError` if
+the handler breaks the promise.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _PATIENCE_S = 60
 
 @dataclass(frozen=True, slots=True)
 class HandlerCase:
-    """A handler with something to save.
+    """A handler with an object to save.
 
     Attributes:
         handler: The handler.
         make: Makes an object to save, always in the same state.
-        same: Tells whether an object (the first) came back right (the second).
-        like: Makes the target; None where the handler needs none.
-        raw: Tells whether the second is what comes back of the first without a target; None
-            where that is the same.
-        change: Changes an object in place as much as can be; None where it cannot be changed.
+        same: Returns True if the first object was restored correctly as the second.
+        like: Makes the target; None if the handler needs none.
+        raw: Returns True if the second is the correct result for the first without a target; None
+            if `same` tells it.
+        change: Changes an object in place as much as possible; None if it cannot be changed.
         foreign: Makes an object that the handler must refuse to save.
     """
 
@@ -68,10 +68,10 @@ class HandlerCase:
 
 
 def check_handler(case: HandlerCase, root: Path) -> None:
-    """Run every check, each in a directory of its own below `root`.
+    """Run every check, each in its own directory below `root`.
 
     Raises:
-        AssertionError: The handler fails one.
+        AssertionError: The handler fails a check.
     """
     for check in CHECKS:
         directory = root / check.__name__
@@ -80,7 +80,7 @@ def check_handler(case: HandlerCase, root: Path) -> None:
 
 
 def it_has_a_stable_name(case: HandlerCase, root: Path) -> None:
-    """The name is a string, always the same, and the one by which the item is found."""
+    """The name is a string, always the same, and the key by which the item's handler is found."""
     name = case.handler.name
     assert isinstance(name, str), f"the name {name!r} is not a string"
     assert name == case.handler.name, "another name when asked again"
@@ -99,11 +99,11 @@ def it_brings_back_what_was_saved(case: HandlerCase, root: Path) -> None:
 
 
 def it_may_be_changed_once_save_has_returned(case: HandlerCase, root: Path) -> None:
-    """`stage` takes the snapshot: what the caller changes afterwards is not saved."""
+    """`stage` takes the snapshot: later changes by the caller are not saved."""
     if case.change is None:
         return
     held = _Held()
-    # Its commit begins when the object has been changed.
+    # The commit begins only after the object has been changed.
     delayed = _Delayed(case.handler, held)
     with sync.CheckpointManager(root / "run", handlers={_ITEM: delayed}) as mgr:
         with held.holding():
@@ -120,7 +120,7 @@ def it_goes_along_with_other_items(case: HandlerCase, root: Path) -> None:
     tree = {"w": list(range(5)), "text": "x"}
     items = {_ITEM: case.make(), "tree": tree, "other": case.make()}
     sync.save(root / "x", items=items, handlers=case.handlers)
-    wanted = _wanted(case) | {"tree": None, "other": case.like() if case.like else None}
+    wanted = _make_targets(case) | {"tree": None, "other": case.like() if case.like else None}
     found = sync.load(root / "x", items=wanted, handlers=case.handlers)
     _assert_same(case, found[_ITEM])
     _assert_same(case, found["other"])
@@ -140,7 +140,7 @@ def its_metadata_needs_no_file(case: HandlerCase, root: Path) -> None:
 
 
 def it_notices_damage(case: HandlerCase, root: Path) -> None:
-    """A file that is missing, cut or changed is an error that names the item, or is not needed."""
+    """A missing, cut or changed file raises an error that names the item, or is not needed."""
     path = _saved(case, root / "sound")
     noticed = 0
     for name in (name for name in _manifest(path).files if name.startswith(f"{_ITEM}/")):
@@ -160,7 +160,7 @@ def it_notices_damage(case: HandlerCase, root: Path) -> None:
 
 
 def it_refuses_entries_that_are_not_its_own(case: HandlerCase, root: Path) -> None:
-    """An item of another handler, or a broken entry, is an error."""
+    """An item of another handler, or a broken entry, raises an error."""
     path = _saved(case, root, tree={"x": 1})
     whole = _manifest(path)
     entry = whole.items[_ITEM]
@@ -180,7 +180,7 @@ def it_refuses_entries_that_are_not_its_own(case: HandlerCase, root: Path) -> No
 
 
 def it_refuses_what_it_cannot_save(case: HandlerCase, root: Path) -> None:
-    """An object of another type is an error that names the item, and nothing is left."""
+    """An object of another type raises an error that names the item, and nothing is left."""
     with sync.CheckpointManager(root / "run", handlers=case.handlers) as mgr:
         with _refused("save a foreign object"):
             mgr.save(0, items={_ITEM: case.foreign(), "tree": {"x": 1}}).result()
@@ -230,8 +230,8 @@ async def _cancel_restore(case: HandlerCase, root: Path) -> None:
     async with CheckpointManager(root, handlers=case.handlers) as mgr:
         with anyio.CancelScope() as scope:
             scope.cancel()
-            await mgr.restore(1, items=_wanted(case))
-        _assert_same(case, (await mgr.restore(1, items=_wanted(case)))[_ITEM])
+            await mgr.restore(1, items=_make_targets(case))
+        _assert_same(case, (await mgr.restore(1, items=_make_targets(case)))[_ITEM])
 
 
 CHECKS: tuple[Callable[[HandlerCase, Path], None], ...] = (
@@ -250,7 +250,7 @@ CHECKS: tuple[Callable[[HandlerCase, Path], None], ...] = (
 
 
 class _Held:
-    """An item and its handler: its commit waits while it is held, or one of its phases fails."""
+    """An item and its handler: the commit waits while it is held, or one of its phases fails."""
 
     name = "ckpt.testing.held"
 
@@ -289,7 +289,7 @@ class _Held:
 
 
 class _Delayed:
-    """A handler whose commits wait while something is held."""
+    """A handler whose commits wait while an item is held."""
 
     def __init__(self, handler: Handler, held: _Held) -> None:
         self._handler = handler
@@ -317,12 +317,12 @@ def _saved(case: HandlerCase, root: Path, **others: Any) -> Path:
     return root / "x"
 
 
-def _wanted(case: HandlerCase) -> dict[str, Any]:
+def _make_targets(case: HandlerCase) -> dict[str, Any]:
     return {_ITEM: None if case.like is None else case.like()}
 
 
 def _loaded(case: HandlerCase, path: Path) -> Any:
-    return sync.load(path, items=_wanted(case), handlers=case.handlers)[_ITEM]
+    return sync.load(path, items=_make_targets(case), handlers=case.handlers)[_ITEM]
 
 
 def _assert_same(case: HandlerCase, found: Any) -> None:

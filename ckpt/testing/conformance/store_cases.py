@@ -1,6 +1,6 @@
-"""The case that the checks of stores use, and helpers to write and read steps of known bytes.
+"""The case of the checks of stores, and helpers to write and read steps of known bytes.
 
-`ckpt.testing.conformance.stores` is where this is used from.
+`ckpt.testing.conformance.stores` uses this module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckpt._format.manifest_head import FILE_NAME, FOLDER, MAX_BYTES, FileEntry
 from ckpt._settings import Timeouts
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
 from ckpt.storage._base import Attempt, Storage
-from ckpt.storage._manifests import lies_in
+from ckpt.storage._manifests import files_folder
 
 __all__ = [
     "DATA",
@@ -45,7 +45,7 @@ _LONG_LEASE = 3600.0
 
 
 def let_go(attempt: Attempt) -> None:
-    """Do nothing: the writer just never continues."""
+    """Do nothing: the writer simply never continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class StoreCase:
     """A kind of store.
 
     Attributes:
-        fresh: Makes an empty root, and returns what opens it: a function of how long to wait, that
-            makes a new storage each time, as another process would have one.
-        abandon: Lets go of an attempt as the death of its writer would.
-        lease_seconds: How long the leases of the checks of dead writers last. They take a few times
-            as long, and a store that is slower than a fourth of it fails them.
+        fresh: Makes an empty root, and returns a function that opens it: given timeouts, it makes a
+            new storage each time, as another process would have; see `ckpt.storage.open_root`.
+        abandon: Releases an attempt as the death of its writer would.
+        lease_seconds: Duration of leases in the checks of dead writers. These checks take a few
+            times as long, and a store that is slower than a fourth of it fails them.
     """
 
     fresh: Callable[[], Callable[[Timeouts], Storage]]
@@ -83,7 +83,7 @@ def content(seed: object, nbytes: int) -> bytes:
 
 
 def manifest_of(attempt: Attempt, files: dict[str, bytes]) -> bytes:
-    """Return the manifest of an attempt that wrote these files."""
+    """Return the manifest of an attempt with these files."""
     return encode(
         Manifest(
             format="ckpt",
@@ -109,7 +109,7 @@ def manifest_of(attempt: Attempt, files: dict[str, bytes]) -> bytes:
 async def write(
     storage: Storage, step_dir: str, seed: object = 0, nbytes: int = 5000, *, manifest: bool = True
 ) -> Attempt:
-    """Write an attempt whose files are made from `seed`, without publishing it."""
+    """Write an attempt with files made from `seed`, without publishing it."""
     attempt = await storage.begin(step_dir)
     files = {SMALL: content(f"{seed} small", 100), DATA: content(seed, nbytes)}
     await storage.write(attempt, SMALL, files[SMALL])
@@ -127,7 +127,7 @@ async def publish(
     overwrite: bool = False,
     nbytes: int = 5000,
 ) -> Attempt:
-    """Write an attempt and publish it, or discard it if another one won."""
+    """Write an attempt and publish it; discard it if that fails."""
     attempt = await write(storage, step_dir, seed, nbytes)
     try:
         await storage.publish(attempt, overwrite=overwrite)
@@ -141,14 +141,14 @@ async def read_all(storage: Storage, step_dir: str) -> tuple[Manifest, dict[str,
     """Return the manifest of a step directory and its files, or None if it does not exist.
 
     Raises:
-        CorruptCheckpointError: A file is missing or cut; a reader while others write looks
-            again, as readers do.
+        CorruptCheckpointError: A file is missing or cut. A reader during writes should look again,
+            as readers do.
     """
     data = await storage.read(step_dir, FILE_NAME, MAX_BYTES)
     if data is None:
         return None
     manifest = decode(data, where=step_dir)
-    folder = lies_in(step_dir, manifest).removeprefix(step_dir).strip("/")
+    folder = files_folder(step_dir, manifest).removeprefix(step_dir).strip("/")
     found = {}
     for path, known in manifest.files.items():
         block = bytearray(known.size)
@@ -162,7 +162,7 @@ async def read_all(storage: Storage, step_dir: str) -> tuple[Manifest, dict[str,
 
 
 async def files_of(storage: Storage, step_dir: str) -> list[str]:
-    """Return the files of a step; none if it does not exist, even if the store raises then."""
+    """Return the files of a step; none if it does not exist, even if the store then raises."""
     try:
         return [*await storage.files(step_dir)]
     except StorageError:
@@ -173,7 +173,7 @@ async def files_of(storage: Storage, step_dir: str) -> list[str]:
 async def assert_whole(
     storage: Storage, step_dir: str, seed: object = 0, attempt: Attempt | None = None
 ) -> None:
-    """Check that the step directory is of that attempt and holds what was made from `seed`."""
+    """Check that the step directory is of the attempt and has the files made from `seed`."""
     found = await read_all(storage, step_dir)
     assert found is not None, f"{step_dir} is not there"
     manifest, files = found
@@ -184,7 +184,7 @@ async def assert_whole(
 
 @contextlib.contextmanager
 def refused(kind: type[BaseException], what: str, *names: str) -> Iterator[None]:
-    """Check that the body raises an error of that class, with the names in its message."""
+    """Check that the body raises an error of the class, with the names in its message."""
     try:
         yield
     except kind as error:
@@ -196,7 +196,7 @@ def refused(kind: type[BaseException], what: str, *names: str) -> Iterator[None]
 
 
 async def together(*calls: Callable[[], Awaitable[Any]]) -> list[Any]:
-    """Run calls at once; return the result of each, or the library's error that it raised."""
+    """Run calls at once; return the result of each, or the error of this library that it raised."""
     results: list[Any] = [None] * len(calls)
 
     async def run(place: int, call: Callable[[], Awaitable[Any]]) -> None:

@@ -1,6 +1,6 @@
 """Checks of stores with one writer at a time: files, names, listings.
 
-`ckpt.testing.conformance.stores` is where these are used from.
+`ckpt.testing.conformance.stores` uses this module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckpt.errors import (
     StepNotFoundError,
     StorageError,
 )
-from ckpt.storage._base import UNKNOWN_SIZE, Attempt, SharesFiles
+from ckpt.storage._base import UNKNOWN_SIZE, Attempt
 from ckpt.testing.conformance.store_cases import (
     DATA,
     SMALL,
@@ -38,7 +38,7 @@ from ckpt.testing.conformance.store_cases import (
 __all__ = ["CHECKS"]
 
 _MIB = 1 << 20
-# Names that one store or another has a meaning for.
+# Names that have a meaning for some stores.
 _NAMES = (
     *("0", "1", "10", "100", "1000", "step_00000007", "a b", "ü", "a+b", "a%2Fb", "100%", "a=b&c"),
     *("a#b?c", "~a", "a.b", "a,b;c", "'a'", "(a)", "a@b", "a$b", "x" * 180),
@@ -48,12 +48,12 @@ _MOST_BUILT_BYTES = 1 << 33
 
 
 async def it_says_what_it_is(case: StoreCase) -> None:
-    """The store says its location, lease and largest file, and an empty root holds no steps."""
+    """The store reports its location, lease and largest file, and an empty root has no steps."""
     async with opened(case, lease=1234.5) as [storage]:
         assert isinstance(storage.location, str)
         assert storage.location, "no location"
-        assert storage.lease_seconds == 1234.5
-        assert storage.largest_file_bytes >= 64 * _MIB
+        assert storage.traits.lease_seconds == 1234.5
+        assert storage.traits.largest_file_bytes >= 64 * _MIB
         await storage.prepare()
         assert await storage.step_dirs() == []
         assert await storage.attempts() == []
@@ -66,7 +66,7 @@ async def it_says_what_it_is(case: StoreCase) -> None:
 
 
 async def an_attempt_is_invisible(case: StoreCase) -> None:
-    """Only once it is published, all of it is visible at once, to every process."""
+    """An attempt becomes visible when it is published: all at once, to every process."""
     async with opened(case, 2) as [storage, other]:
         attempt = await write(storage, "7")
         assert attempt.step_dir == "7"
@@ -89,7 +89,7 @@ async def an_attempt_is_invisible(case: StoreCase) -> None:
 
 
 async def a_discarded_attempt_leaves_nothing(case: StoreCase) -> None:
-    """No files and no step are left, it cannot be published any more, and others are untouched."""
+    """A discarded attempt leaves no files and cannot be published, and others are untouched."""
     async with opened(case, 2) as [storage, other]:
         await publish(storage, "1")
         attempt, second = await write(storage, "1", 1), await write(other, "1", 2)
@@ -103,7 +103,7 @@ async def a_discarded_attempt_leaves_nothing(case: StoreCase) -> None:
 
 
 async def a_step_dir_is_not_replaced_unless_asked(case: StoreCase) -> None:
-    """The refused attempt still exists, and can be published with `overwrite`."""
+    """A refused attempt still exists, and can be published with `overwrite`."""
     async with opened(case, 2) as [storage, other]:
         first = await publish(storage, "5", "first")
         attempt = await write(other, "5", "second")
@@ -137,7 +137,7 @@ async def only_what_was_meant_is_replaced(case: StoreCase) -> None:
 
 
 async def a_step_dir_is_removed_whole(case: StoreCase) -> None:
-    """A step is removed once, and its name is free; with `attempt`, only if it is of that."""
+    """A step is removed once, and its name is free; with `attempt`, only a step of that attempt."""
     async with opened(case, 2) as [storage, other]:
         first = await publish(storage, "1", "first")
         await publish(storage, "10", "ten")
@@ -209,7 +209,7 @@ async def a_change_is_told_by_the_stamp(case: StoreCase) -> None:
         assert None not in (before[0], before[1], before[3])
         assert before[2] is None
         assert await other.stamps(["1", "2", "4", "3"], FILE_NAME) == before
-        # The same bytes by another attempt are another step.
+        # The same bytes from another attempt are another step.
         await publish(storage, "2", "2", overwrite=True)
         await storage.remove("3")
         after = await other.stamps(["1", "2", "4", "3"], FILE_NAME)
@@ -219,7 +219,7 @@ async def a_change_is_told_by_the_stamp(case: StoreCase) -> None:
 
 
 async def a_change_is_told_by_the_fingerprint(case: StoreCase) -> None:
-    """The fingerprint of a file is the same for all who look, until the file is another one."""
+    """The fingerprint of a file is the same for every reader, until the file is replaced."""
     async with opened(case, 2) as [storage, other]:
         attempt = await publish(storage, "1", "one")
         place = f"1/{attempt.folder}" if attempt.folder else "1"
@@ -237,12 +237,12 @@ async def a_change_is_told_by_the_fingerprint(case: StoreCase) -> None:
 
 
 async def small_files_are_read_within_limits(case: StoreCase) -> None:
-    """A file that is too large is an error for `read`, and None for `read_each`."""
+    """A file that is too large raises an error in `read`, and gives None in `read_each`."""
 
     def sizes(data: bytes, size: int) -> int | None:
         assert data.startswith(b'{"format"')
         assert size >= len(data) >= min(size, 10)
-        # Of a part, nothing can be told.
+        # A part of the file determines no result.
         return size if len(data) == size else None
 
     async with opened(case) as [storage]:
@@ -265,7 +265,7 @@ async def small_files_are_read_within_limits(case: StoreCase) -> None:
 
 
 async def a_file_that_is_cut_is_told(case: StoreCase) -> None:
-    """Or nothing is ever told, where that takes a request for every file."""
+    """A truncated file is reported, or none ever is if that would take a request for every file."""
     async with opened(case) as [storage]:
         attempt = await publish(storage, "1", "data", nbytes=1000)
         path = f"{attempt.folder}/{DATA}" if attempt.folder else DATA
@@ -281,7 +281,7 @@ async def a_file_that_is_cut_is_told(case: StoreCase) -> None:
 
 
 async def every_range_is_read(case: StoreCase) -> None:
-    """Blocks are read byte for byte from any offset, and missing bytes are an error."""
+    """Blocks are read byte for byte from any offset, and missing bytes raise an error."""
     size = 9 * _MIB + 77
     async with opened(case) as [storage]:
         attempt = await publish(storage, "1", "data", nbytes=size)
@@ -289,7 +289,7 @@ async def every_range_is_read(case: StoreCase) -> None:
         data = memoryview(content("data", size))
         edges = (0, 1, 4095, 4096, _MIB - 1, _MIB, 4 * _MIB, 8 * _MIB + 1, size - 1, size)
         ranges = [(start, stop) for start in edges for stop in edges if start <= stop]
-        # Around the target other memory, which must stay as it is.
+        # The memory around the target must stay unchanged.
         for start, stop in [*Random(1).sample(ranges, 25), (0, size), (size, size)]:
             block = bytearray(b"\x55") * (stop - start + 2)
             with memoryview(block) as whole:
@@ -305,7 +305,7 @@ async def every_range_is_read(case: StoreCase) -> None:
 
 
 async def a_block_is_whole_when_it_is_used(case: StoreCase) -> None:
-    """What follows a read is called once, when all bytes are there, and its error is raised."""
+    """The function after a read is called once, with all bytes there, and its error is raised."""
     size = 9 * _MIB + 77
     async with opened(case) as [storage]:
         attempt = await publish(storage, "1", "data", nbytes=size)
@@ -331,17 +331,17 @@ async def a_block_is_whole_when_it_is_used(case: StoreCase) -> None:
 
 
 async def files_of_every_size_are_kept(case: StoreCase) -> None:
-    """Files may be empty, or of the largest size. A larger one is refused before it is sent."""
+    """Files may be empty, or of the largest size. A larger file is refused before it is sent."""
     sizes = (0, 1, 64 << 10, _MIB, 5 * _MIB + 1)
     async with opened(case) as [storage]:
         for size in sizes:
             await publish(storage, str(size), size, nbytes=size)
             await assert_whole(storage, str(size), size)
-        if storage.largest_file_bytes < _MOST_BUILT_BYTES:
+        if storage.traits.largest_file_bytes < _MOST_BUILT_BYTES:
             attempt = await storage.begin("1")
-            # Memory that is never touched.
+            # This memory is never touched.
             with (
-                mmap.mmap(-1, storage.largest_file_bytes + 1) as region,
+                mmap.mmap(-1, storage.traits.largest_file_bytes + 1) as region,
                 memoryview(region) as data,
                 refused(CheckpointError, "write a file that is too large"),
             ):
@@ -350,7 +350,7 @@ async def files_of_every_size_are_kept(case: StoreCase) -> None:
 
 
 async def a_file_of_the_old_step_dir_is_taken_over(case: StoreCase) -> None:
-    """`link` takes a file from a folder or from the step directory, and it outlives the old one."""
+    """`link` takes a file from a folder or the step directory; the file outlives the old step."""
     async with opened(case) as [storage]:
         old = await publish(storage, "1", "old")
         attempt = await storage.begin("1")
@@ -367,11 +367,9 @@ async def a_file_of_the_old_step_dir_is_taken_over(case: StoreCase) -> None:
 async def files_of_another_step_dir_are_shared(case: StoreCase) -> None:
     """`share` gives the attempt whole files only, and each step directory outlives the other.
 
-    A storage need not have it.
+    A storage need not support it.
     """
     async with opened(case) as [storage]:
-        if not isinstance(storage, SharesFiles):
-            return
         data, small = content("first", _MIB), content("2 small", 100)
         first = await publish(storage, "1", "first", nbytes=_MIB)
         place, gone = _place("1", first), "1"
@@ -380,7 +378,7 @@ async def files_of_another_step_dir_are_shared(case: StoreCase) -> None:
             assert list(await storage.share(attempt, place, {DATA: _MIB + 1})) == []
             wanted = {DATA: _MIB, SMALL: 101, "item/none": 2 * _MIB}
             shared = list(await storage.share(attempt, place, wanted))
-            if not storage.shares_files:
+            if not storage.traits.shares_files:
                 await storage.discard(attempt)
                 return
             assert shared == [DATA]
@@ -395,7 +393,7 @@ async def files_of_another_step_dir_are_shared(case: StoreCase) -> None:
             assert found is not None
             assert found[1] == {SMALL: small, DATA: data}
             assert len(await storage.files(step_dir)) == 3, "files that no manifest names"
-        # What an attempt shares goes with it, and stays where it came from.
+        # A discarded attempt removes its shared files, which stay in the other step.
         attempt = await storage.begin("4")
         assert list(await storage.share(attempt, place, {DATA: _MIB})) == [DATA]
         await storage.discard(attempt)
@@ -436,7 +434,7 @@ async def an_attempt_that_is_not_there_cannot_be_joined(case: StoreCase) -> None
 
 
 async def a_step_dir_comes_back_from_the_trash(case: StoreCase) -> None:
-    """A step directory that was moved is whole once it is undeleted, and never replaces another."""
+    """A moved step directory is whole again once it is undeleted, and never replaces another."""
     async with opened(case) as [storage]:
         await storage.prepare_trash("trash")
         attempt = await publish(storage, "1", "one")
@@ -455,7 +453,7 @@ async def a_step_dir_comes_back_from_the_trash(case: StoreCase) -> None:
 
 
 async def the_trash_is_emptied_for_good(case: StoreCase) -> None:
-    """What was purged is gone, and a step directory of its name is not touched."""
+    """A purged step directory is gone, and a step directory of the same name is not touched."""
     async with opened(case) as [storage]:
         await storage.prepare_trash("trash")
         await publish(storage, "1", "one")

@@ -1,6 +1,6 @@
 """Checks of stores with several writers: races, leases, notes and cancellation.
 
-`ckpt.testing.conformance.stores` is where these are used from.
+`ckpt.testing.conformance.stores` uses this module.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PATIENCE_S = 60
 
 
 async def of_many_writers_one_wins(case: StoreCase) -> None:
-    """Of several writers one publishes. The others get `StepExistsError` and leave no file."""
+    """One of several writers publishes. The others get `StepExistsError` and leave no file."""
     async with opened(case, _WRITERS) as storages:
         for turn in range(_ROUNDS):
             step_dir = str(turn)
@@ -66,7 +66,7 @@ async def of_many_writers_one_wins(case: StoreCase) -> None:
 
 
 async def of_many_who_replace_the_last_stays(case: StoreCase) -> None:
-    """With `overwrite` all succeed, one after the other, and the step is always a whole one."""
+    """With `overwrite`, all writers succeed in turn, and the step is always a whole one."""
     async with opened(case, _WRITERS) as storages:
         await publish(storages[0], "1", "first")
         attempts = [await write(each, "1", n) for n, each in enumerate(storages)]
@@ -85,7 +85,7 @@ async def of_many_who_replace_the_last_stays(case: StoreCase) -> None:
 
 
 async def of_many_who_replace_one_attempt_one_wins(case: StoreCase) -> None:
-    """Of several writers replacing one attempt, one wins. The others get `StepDeletedError`."""
+    """One of several writers that replace an attempt wins; the others get `StepDeletedError`."""
     async with opened(case, _WRITERS) as storages:
         old = await publish(storages[0], "1", "first")
         attempts = [await write(each, "1", n) for n, each in enumerate(storages)]
@@ -113,7 +113,7 @@ async def of_many_notes_of_one_name_one_is_made(case: StoreCase) -> None:
                 )
             )
             assert sorted(results) == [False] * (_WRITERS - 1) + [True], results
-            found = await storages[0].read_note(name, 10)
+            found = await storages[0].read("", name, 10)
             assert found == str(results.index(True)).encode()
 
 
@@ -138,7 +138,8 @@ async def readers_see_whole_steps_only(case: StoreCase) -> None:
                     try:
                         await read_all(reader, "1")
                     except CorruptCheckpointError:
-                        # Replaced or removed while it was read: then the manifest is another.
+                        # If the step was replaced or removed during the read, the manifest has
+                        # changed.
                         now = await reader.read("1", FILE_NAME, MAX_BYTES)
                         assert now is None or decode(now, where="1").attempt != before
                 looks += 1
@@ -162,7 +163,7 @@ async def what_replaced_it_is_not_removed(case: StoreCase) -> None:
 
 
 async def attempts_are_listed(case: StoreCase) -> None:
-    """An attempt is listed from `begin` until it is published or discarded; looking is harmless."""
+    """An attempt is listed from `begin` until it is published or discarded; listing is harmless."""
 
     async def listed(storage: Storage) -> dict[str, str]:
         found = [each for each in await storage.attempts() if not each.is_removal]
@@ -186,7 +187,7 @@ async def attempts_are_listed(case: StoreCase) -> None:
 
 
 async def a_live_writer_is_left_alone(case: StoreCase) -> None:
-    """Sweeps of others never harm an attempt whose lease is renewed; its step is whole."""
+    """Sweeps by others never harm an attempt whose lease is renewed; its step is whole."""
     async with opened(case, 2, case.lease_seconds) as [writer, cleaner]:
         attempt = await write(writer, "1", "live")
         until = anyio.current_time() + 3 * case.lease_seconds
@@ -205,7 +206,7 @@ async def a_live_writer_is_left_alone(case: StoreCase) -> None:
 async def _renew(storage: Storage, attempt: Attempt) -> None:
     while True:
         await storage.renew(attempt)
-        await anyio.sleep(storage.lease_seconds / 6)
+        await anyio.sleep(storage.traits.lease_seconds / 6)
 
 
 async def a_dead_writer_is_cleaned_up_after(case: StoreCase) -> None:
@@ -233,16 +234,16 @@ async def a_dead_writer_is_cleaned_up_after(case: StoreCase) -> None:
 
 
 async def _all_dead(cleaner: Storage, dead: list[Attempt]) -> None:
-    """Look until all of them are listed as attempts that a sweep would remove."""
+    """Look until all attempts are listed as ones that a sweep would remove."""
     ids = {attempt.id for attempt in dead}
     with anyio.fail_after(_PATIENCE_S):
-        # Time itself is waited for.
+        # The state changes only with time; there is no event to wait for.
         while True:
             found = {each.id: each.is_live for each in await cleaner.attempts()}
             assert found.keys() == ids, f"looking has changed what is there: {found}"
             if not any(is_live is not False for is_live in found.values()):
                 return
-            await anyio.sleep(cleaner.lease_seconds / 4)
+            await anyio.sleep(cleaner.traits.lease_seconds / 4)
 
 
 async def _sweep_until(cleaner: Storage, writer: Storage, dead: list[Attempt]) -> list[str]:
@@ -253,7 +254,7 @@ async def _sweep_until(cleaner: Storage, writer: Storage, dead: list[Attempt]) -
             swept += await cleaner.sweep()
             if len(swept) >= len(dead) and not await cleaner.sweep():
                 return swept
-            await anyio.sleep(cleaner.lease_seconds / 4)
+            await anyio.sleep(cleaner.traits.lease_seconds / 4)
 
 
 async def a_cancelled_write_leaves_its_memory_alone(case: StoreCase) -> None:
@@ -355,18 +356,18 @@ async def notes_are_small_files_of_the_root(case: StoreCase) -> None:
     """Notes are made or replaced, read within limits, listed by folder, and are not steps."""
     async with opened(case, 2) as [storage, other]:
         assert await storage.notes(".ckpt-notes") == {}
-        assert await storage.read_note(".ckpt-notes/a", 10) is None
+        assert await storage.read("", ".ckpt-notes/a", 10) is None
         assert not await storage.touch_note(".ckpt-notes/a")
         assert not await storage.drop_note(".ckpt-notes/a")
         for durable in (True, False):
             name = f".ckpt-notes/{durable}"
             assert await storage.put_note(name, b"first", replace=False, durable=durable)
             assert not await other.put_note(name, b"second", replace=False, durable=durable)
-            assert await other.read_note(name, 10) == b"first"
+            assert await other.read("", name, 10) == b"first"
             assert await other.put_note(name, b"third", replace=True)
-            assert await storage.read_note(name, 5) == b"third"
+            assert await storage.read("", name, 5) == b"third"
             with refused(CorruptCheckpointError, "read a note larger than the limit"):
-                await storage.read_note(name, 4)
+                await storage.read("", name, 4)
         assert await storage.put_note("metadata/_ROOT_METADATA", b"{}", replace=True)
         assert (await other.notes(".ckpt-notes")).keys() == {"True", "False"}
         assert (await other.notes("metadata")).keys() == {"_ROOT_METADATA"}
@@ -377,13 +378,13 @@ async def notes_are_small_files_of_the_root(case: StoreCase) -> None:
 
 
 async def a_note_is_never_older_than_it_is(case: StoreCase) -> None:
-    """The age of a note grows, and is 0 again when it is touched or replaced."""
+    """The age of a note grows, and is 0 again when the note is touched or replaced."""
 
     async def age(storage: Storage) -> float:
         return (await storage.notes(".ckpt-notes"))["x"]
 
     async def older(seconds: float) -> None:
-        # Time itself is waited for.
+        # The age changes only with time; there is no event to wait for.
         while await age(other) <= seconds:  # noqa: ASYNC110
             await anyio.sleep(0.05)
 
@@ -404,7 +405,7 @@ async def a_note_is_never_older_than_it_is(case: StoreCase) -> None:
             assert await age(other) <= anyio.current_time() - begun + 0.05
             with anyio.fail_after(30):
                 await older(0.2)
-        assert await storage.read_note(".ckpt-notes/x", 10) == b"y"
+        assert await storage.read("", ".ckpt-notes/x", 10) == b"y"
 
 
 CHECKS: tuple[Callable[[StoreCase], Awaitable[None]], ...] = (

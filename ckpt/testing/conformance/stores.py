@@ -1,7 +1,7 @@
-"""The conformance suite for stores: every promise of `ckpt.storage.Storage`, tried on real ones.
+"""The conformance suite for stores: the promises of storages, tried on real stores.
 
-Each check is a coroutine function of a `StoreCase`, and raises `AssertionError` (or the error of
-the store) where the store does something else.
+Each check is a coroutine function of a `StoreCase`. It raises `AssertionError` (or the error of the
+store) if the store breaks the promise.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ CHECKS: tuple[Callable[[StoreCase], Awaitable[None]], ...] = (*STEP_DIR_CHECKS, 
 
 
 def check_store(case: StoreCase) -> None:
-    """Run every check, each in a root of its own.
+    """Run every check, each in its own root.
 
     Raises:
-        AssertionError: The store fails one.
-        CheckpointError: The store refused what it should do.
+        AssertionError: The store fails a check.
+        CheckpointError: The store refused a request that it should fulfil.
     """
     for check in CHECKS:
         anyio.run(check, case)

@@ -1,7 +1,7 @@
 """File operations of this process that fail, are cut short, or wait, and a record of all of them.
 
-`FaultyFiles` watches a directory and does what a plan says. `at`, `since`, `every`, `named`,
-`refused_by` and `first_of` make plans; `Fail`, `Short`, `Wait` and `Crash` are their effects.
+`FaultyFiles` watches a directory and follows a plan. `at`, `since`, `every`, `named`, `refused_by`
+and `first_of` make plans; `Fail`, `Short`, `Wait` and `Crash` are their effects.
 
 ```python
 from ckpt.testing.faults import Fail, FaultyFiles, at
@@ -13,7 +13,7 @@ for operation in files.operations:
     print(operation)
 ```
 
-To try a fault at every operation, count up until a run meets none:
+To try a fault at every operation, count up until a run completes without a fault:
 
 ```python
 for number in itertools.count(1):

@@ -21,13 +21,13 @@ T = TypeVar("T")
 class FaultyFiles:
     """Intercepts the file operations of this process below one directory, in a `with` block.
 
-    It sees what Python code does with paths below the directory, and with file descriptors of
-    them, in all threads: the functions of `os`, the built-in `open`, `fcntl.flock`, and this
-    library's way to `renameat2`. It does not see what other processes do, nor libraries in C++ by
-    themselves (TensorStore, for example), nor `mmap`, the
-    closing of files, and functions that were taken out of `os` before (`from os import stat`).
+    It sees operations of Python code on paths below the directory, and on file descriptors of such
+    paths, in all threads: the functions of `os`, the built-in `open`, `fcntl.flock`, and this
+    library's call of `renameat2`. It does not see operations of other processes, of C++ libraries
+    (such as TensorStore), of `mmap`, the closing of files, and functions that were taken out of
+    `os` before (`from os import stat`).
 
-    Blocks may be nested, and end in the opposite order; the inner one is asked first.
+    Blocks may be nested, and must end in the opposite order; the inner one is asked first.
 
     Attributes:
         operations: All operations, in the order in which they began.
@@ -40,10 +40,10 @@ class FaultyFiles:
 
         Args:
             directory: The directory, which is watched with everything below it.
-            plan: Decides about every operation. Called by one thread at a time. None lets all
+            plan: Decides about every operation. It is called by one thread at a time. None lets all
                 operations pass.
-            sync: Whether `fsync` and `fdatasync` reach the disk. If not, they only seem to, which
-                is faster, and enough unless the power is cut.
+            sync: True to let `fsync` and `fdatasync` reach the disk. If false, they only seem to,
+                which is faster, and enough unless the power is cut.
         """
         self.operations: list[FileOperation] = []
         self._plan = plan
@@ -74,7 +74,7 @@ class FaultyFiles:
 
     @property
     def crashed(self) -> bool:
-        """Whether the plan has simulated the death of the process."""
+        """True if the plan has simulated the death of the process."""
         return self._crashed
 
     def now(self) -> int:
@@ -87,7 +87,7 @@ class FaultyFiles:
         try:
             full = path_of(path, dir_fd)
         except (OSError, TypeError, ValueError):
-            # Not ours to complain about; the function that was called will.
+            # The function that was called raises its own error.
             return None
         for top in self._tops:
             if full == top:
@@ -101,14 +101,14 @@ class FaultyFiles:
 
         Args:
             operation: The operation.
-            call: Carries it out; for at most so many bytes where it is given a number.
-            unsynced: What an fsync returns that is not to reach the disk.
+            call: Carries it out; given a number, for at most that many bytes.
+            unsynced: Result of an fsync that does not reach the disk.
         """
         limit = self._begin(operation)
         if operation.name in SYNCS and not self._sync:
             operation.ended = self.now()
             return unsynced
-        # What changes the disk does so one by one, so that the times are those of the effects.
+        # Changes of the disk are made one by one, so that the times are those of the effects.
         with self._guard if operation.may_change else contextlib.nullcontext():
             try:
                 return call(limit)
@@ -119,7 +119,7 @@ class FaultyFiles:
                 operation.ended = self.now()
 
     def _begin(self, operation: FileOperation) -> int | None:
-        """Record an operation and apply its effect; return how many bytes it may move."""
+        """Record an operation and apply its effect; return the number of bytes that it may move."""
         with self._guard:
             operation.number = len(self.operations) + 1
             operation.began = self._tick()
@@ -143,7 +143,7 @@ class FaultyFiles:
 
     def _refuse(self, operation: FileOperation, effect: Fail) -> None:
         operation.ended = self.now()
-        # The system does not name the path of a descriptor either.
+        # Like the system, name no path for a descriptor.
         path = None
         if operation.fd is None:
             path = os.path.normpath(os.path.join(self._top, operation.path))

@@ -1,7 +1,8 @@
-"""The functions through which Python code reaches files, replaced for a while.
+"""Temporary replacements of the functions through which Python code reaches files.
 
-Every replacement makes a `FileOperation` of its arguments if they concern the watched directory,
-and hands it to be performed with a way to carry it out. What concerns other paths goes straight on.
+If the arguments concern the watched directory, a replacement makes a `FileOperation` of them, and
+passes it on together with a function that carries it out. All other calls go straight to the
+original.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def path_of(path: Any, dir_fd: int | None = None) -> str:
 
     Raises:
         OSError: The descriptor does not exist.
-        TypeError, ValueError: It is nothing of the kind.
+        TypeError, ValueError: The value is neither a path nor a descriptor.
     """
     if isinstance(path, int):
         if sys.platform == "darwin":
@@ -70,7 +71,7 @@ def path_of(path: Any, dir_fd: int | None = None) -> str:
 
 @contextlib.contextmanager
 def intercepted(locate: Locate, perform: Perform) -> Iterator[None]:
-    """Replace the functions for the body, and restore them afterwards."""
+    """Replace the functions during the body, and restore them afterwards."""
     with contextlib.ExitStack() as stack:
         for owner, name, make in _places():
             original = getattr(owner, name, None)
@@ -92,7 +93,7 @@ def _places() -> Iterator[tuple[Any, str, Callable[..., Replacement]]]:
             yield os, name, make
     yield fcntl, "flock", _of_a_descriptor
     yield posix, "renameat2", _of_renameat2
-    # Two names of one function.
+    # The same function has two names.
     yield builtins, "open", _of_open
     yield io, "open", _of_open
 
@@ -116,7 +117,7 @@ def _of_two_paths(
     name: str, original: Replacement, locate: Locate, perform: Perform
 ) -> Replacement:
     def replacement(src: Any, dst: Any, *args: Any, **options: Any) -> Any:
-        # The first argument of symlink is a text; one descriptor serves for the second.
+        # The first argument of symlink is a text, and one descriptor is for the second argument.
         is_text = name == "symlink"
         source = None if is_text else locate(src, options.get("src_dir_fd"))
         target = locate(dst, options.get("dir_fd" if is_text else "dst_dir_fd"))
@@ -195,7 +196,7 @@ def _write(
     call: Callable[[list[memoryview]], int],
     perform: Perform,
 ) -> Any:
-    """Perform a write of these buffers, and record what was written of them."""
+    """Perform a write of buffers, and record the bytes that were written."""
     views = _cut(buffers, None)
     operation.data = data = b"".join(views)
 
@@ -208,14 +209,14 @@ def _write(
 
 
 def _possible(fd: int | None, limit: int | None) -> int | None:
-    """Return the unit of a short operation: direct I/O moves whole sectors."""
+    """Return a limit that is possible for a file: direct I/O moves whole sectors."""
     if fd is None or limit is None or not fcntl.fcntl(fd, fcntl.F_GETFL) & _DIRECT:
         return limit
     return max(limit // _SECTOR, 1) * _SECTOR
 
 
 def _cut(buffers: Iterable[Any], limit: int | None) -> list[memoryview]:
-    """Return the first `limit` bytes of some buffers."""
+    """Return views of the first `limit` bytes of some buffers."""
     parts = []
     for each in buffers:
         part = memoryview(each).cast("B")
@@ -227,7 +228,7 @@ def _cut(buffers: Iterable[Any], limit: int | None) -> list[memoryview]:
 
 
 def _position(fd: int, name: str) -> int:
-    """Return where the next byte will be read or written."""
+    """Return the offset of the next byte that will be read or written."""
     if "write" in name and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND:
         return _real_fstat(fd).st_size
     return _lseek(fd, 0, os.SEEK_CUR)
@@ -257,7 +258,7 @@ def _of_renameat2(
 
 
 class _File(io.FileIO):
-    """A file whose reads and writes go through functions of `os`, and so are seen."""
+    """A file whose reads and writes go through functions of `os`, and are therefore seen."""
 
     def readinto(self, buffer: Any) -> int:
         return os.readv(self.fileno(), [buffer])

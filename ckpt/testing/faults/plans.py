@@ -1,8 +1,8 @@
 """Plans of faults: effects on file operations, and plans that choose when they happen.
 
-A plan is a function that is asked before every operation and returns an effect, or None to let the
-operation pass. `at`, `since` and `every` make the common ones; any function will do, and it may do
-something else besides, such as cancel a task. `FaultyFiles` carries plans out.
+A plan is a function that is called before every operation and returns an effect, or None to let the
+operation pass. `at`, `since` and `every` make the common plans. Any function will do, and it may
+also do something else, such as cancel a task. `FaultyFiles` carries plans out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SYNCS = frozenset({"fsync", "fdatasync"})
 _RENAMES = frozenset({"rename", "replace", "renameat2"})
 _REMOVES = frozenset({"unlink", "remove", "rmdir"})
 _MAKES = frozenset({"mkdir", "link", "symlink"})
-# All that changes what is on the disk; `open` does where its flags say so.
+# All functions that change the disk; `open` does so depending on its flags.
 CHANGES = (
     WRITES
     | _RENAMES
@@ -56,23 +56,23 @@ class FileOperation:
     """One file operation.
 
     Attributes:
-        name: The function: `open`, `pwrite`, `renameat2`. Functions that do the same keep their
-            own names (`unlink` and `remove`).
-        path: The path it concerns, relative to the watched directory; `.` is that directory. Of a
-            file descriptor it is the path that the file has at that moment, with ` (deleted)`
-            behind it where it has none any more.
-        target: The second path of a rename or a link; `path` is the first, also where only the
-            second is below the watched directory, and is absolute then.
-        fd: The file descriptor it was given, or None.
+        name: Name of the function: `open`, `pwrite`, `renameat2`. Functions that do the same keep
+            their own names (`unlink` and `remove`).
+        path: The path, relative to the watched directory; `.` is that directory. For a file
+            descriptor, the path that the file has at that moment, with ` (deleted)` behind it if it
+            no longer has one.
+        target: The second path of a rename or a link; `path` is the first one, even if only the
+            second is below the watched directory. In that case, `path` is absolute.
+        fd: The file descriptor argument, or None.
         offset: First byte of a write, a read or a reservation.
-        data: The bytes that were written; before and where it failed, those that were to be.
-        nbytes: How many bytes were to be read, reserved or kept.
-        flags: Those of `open` and `renameat2`.
+        data: The bytes that were written; before the write and if it failed, the bytes to write.
+        nbytes: Number of bytes to read, reserve or keep.
+        flags: The flags of `open` and `renameat2`.
         number: 1 for the first operation below the watched directory, and so on.
-        began: When it began, on a clock that goes on with every beginning and end.
-        ended: When it had ended, on the same clock; None until then.
-        effect: What the plan made of it.
-        error: What it raised.
+        began: Time of its beginning, on a clock that ticks at every beginning and end.
+        ended: Time of its end, on the same clock; None until then.
+        effect: The effect that the plan chose.
+        error: The error that it raised.
     """
 
     name: str
@@ -91,7 +91,7 @@ class FileOperation:
 
     @property
     def may_change(self) -> bool:
-        """Whether it changes the disk if it succeeds."""
+        """True if it changes the disk when it succeeds."""
         creates = self.name == "open" and self.flags & (os.O_CREAT | os.O_TRUNC)
         return self.name in CHANGES or bool(creates)
 
@@ -102,7 +102,7 @@ class FileOperation:
 
 
 class Gate(Protocol):
-    """Something to wait for, such as a `threading.Event`."""
+    """A gate to wait at, such as a `threading.Event`."""
 
     def wait(self, timeout: float | None = None) -> object:
         """Wait for at most `timeout` seconds; return a false value on timeout."""
@@ -110,7 +110,7 @@ class Gate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The operation is not carried out and raises `OSError`.
+    """An effect: the operation is not carried out and raises `OSError`.
 
     Attributes:
         errno: The error's number, such as `errno.ENOSPC`.
@@ -124,17 +124,17 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """A write or read moves fewer bytes than requested. Every other operation passes.
+    """An effect: a write or read moves fewer bytes than requested. Every other operation passes.
 
     Attributes:
-        nbytes: How many at most, 1 or more; None for half of them. Past the page cache (O_DIRECT)
+        nbytes: Limit of the bytes, 1 or more; None for half of them. Past the page cache (O_DIRECT)
             only whole sectors are moved.
     """
 
     nbytes: int | None = None
 
     def limit(self, asked: int) -> int:
-        """Return how many of the requested bytes are moved. At least one, as on a real system."""
+        """Return the number of requested bytes to move. It is at least 1, as on a real system."""
         wanted = asked // 2 if self.nbytes is None else self.nbytes
         return min(max(wanted, 1), asked)
 
@@ -144,12 +144,12 @@ class Short:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The operation waits at a gate before it is carried out.
+    """An effect: the operation waits at a gate before it is carried out.
 
     Attributes:
         gate: A `threading.Event` or a `threading.Barrier`.
-        then: What happens to it after that; None lets it pass.
-        seconds: How long it waits at most; then it raises RuntimeError.
+        then: Effect after the gate; None lets the operation pass.
+        seconds: Longest wait; after that, RuntimeError is raised.
     """
 
     gate: Gate
@@ -157,7 +157,11 @@ class Wait:
     seconds: float = 60.0
 
     def pass_through(self) -> None:
-        """Wait."""
+        """Wait at the gate.
+
+        Raises:
+            RuntimeError: The gate was not opened in time.
+        """
         try:
             opened = self.gate.wait(self.seconds) is not False
         except threading.BrokenBarrierError:
@@ -171,7 +175,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """This operation and all later ones fail and change nothing, as if the process had died."""
+    """An effect: this and all later operations fail and change nothing, as if the process died."""
 
     def __str__(self) -> str:
         return "crash"
@@ -215,7 +219,7 @@ def _counted(chosen: Callable[[int], bool], effect: Effect, matching: Predicate)
 
 
 def first_of(*plans: Plan) -> Plan:
-    """Return a plan that asks all `plans` and takes the first effect."""
+    """Return a plan that calls all `plans` and takes the first effect."""
 
     def plan(operation: FileOperation) -> Effect | None:
         effects = [each(operation) for each in plans]
@@ -225,16 +229,17 @@ def first_of(*plans: Plan) -> Plan:
 
 
 def named(*names: str) -> Predicate:
-    """Match operations by name."""
+    """Return a predicate that matches operations by name."""
     return lambda operation: operation.name in names
 
 
 def refused_by(errno: int) -> Predicate:
-    """Match the operations that meet this error on a real system.
+    """Return a predicate that matches the operations that raise this error on a real system.
 
-    A full disk (ENOSPC, EDQUOT) refuses what needs space, a read-only one (EROFS) every change, a
-    process with too many open files (EMFILE) only `open`, `scandir` and `listdir`, one without
-    rights (EACCES) what looks up or changes names. Any other error may meet every operation.
+    A full disk (ENOSPC, EDQUOT) refuses operations that need space, a read-only disk (EROFS) every
+    change. A process with too many open files (EMFILE) fails only in `open`, `scandir` and
+    `listdir`, a process without rights (EACCES) in operations that look up or change names. Any
+    other error may occur in every operation.
     """
 
     def matches(operation: FileOperation) -> bool:

@@ -96,7 +96,7 @@ def test_gaps_that_were_padded_go_along(tmp_path: Path) -> None:
 
 def read_bytes(root: Path, like: Any, *transforms: Any) -> tuple[Any, int]:
     """Restore step 0 of a root; return what is found, and how many bytes were read."""
-    events: list[ckpt.Event] = []
+    events: list[ckpt.types.Event] = []
     with ckpt.sync.CheckpointManager(root, observers=[events.append]) as manager:
         found = manager.restore(0, like=like, adapt=ckpt.Adapt(transforms=transforms))
     return found, sum(event.nbytes for event in events if event.phase == "read")

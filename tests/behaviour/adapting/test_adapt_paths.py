@@ -205,10 +205,18 @@ def test_a_leaf_that_is_not_stored_keeps_its_value_if_it_may(saved: Path) -> Non
     same(found, {**model(), "adapter": like["adapter"]})
 
 
-@pytest.mark.parametrize("wanted", [jax.ShapeDtypeStruct((2,), jnp.float32), int, float])
-def test_a_leaf_that_has_no_value_cannot_keep_it(saved: Path, wanted: Any) -> None:
-    with pytest.raises(TargetMismatchError, match=r"adapter: .*no value to keep"):
-        load(saved, {**zeros(model()), "adapter": wanted}, missing="keep")
+SHAPE = jax.ShapeDtypeStruct((2,), jnp.float32)
+
+
+@pytest.mark.parametrize("wanted", [SHAPE, int, ..., 4, "text", np.ones(2), None])
+def test_a_leaf_that_is_not_stored_stays_what_it_is(saved: Path, wanted: Any) -> None:
+    """Also in a target of shapes, which has no value for it; the report names it."""
+    reports: list[ckpt.types.RestoreReport] = []
+    like = {**ckpt.abstract(zeros(model())), "adapter": {"a": wanted}}
+    found = load(saved, like, missing="keep", report=reports.append)
+    assert found["adapter"]["a"] is wanted
+    same({name: found[name] for name in model()}, model())
+    assert reports[0].kept == (() if wanted is None else ("adapter.a",))
 
 
 def test_what_the_target_does_not_have_is_left_out_if_it_may(saved: Path) -> None:
@@ -232,7 +240,7 @@ def stacked() -> dict[str, Any]:
 
 
 def test_selected_renamed_stacked_cast_and_resized_in_one_go(saved: Path) -> None:
-    reports: list[ckpt.RestoreReport] = []
+    reports: list[ckpt.types.RestoreReport] = []
     wanted: dict[str, Any] = {
         "net": {
             "layers": {name: each.astype(jnp.bfloat16) for name, each in stacked().items()},
@@ -265,7 +273,7 @@ def test_selected_renamed_stacked_cast_and_resized_in_one_go(saved: Path) -> Non
 
 
 def test_a_report_tells_used_unused_and_kept_apart(saved: Path) -> None:
-    reports: list[ckpt.RestoreReport] = []
+    reports: list[ckpt.types.RestoreReport] = []
     like = {**zeros(model()), "more": 5}
     like["opt"]["mu"] = ...
     load(saved, like, select=["params", "opt"], missing="keep", report=reports.append)
@@ -280,7 +288,7 @@ def test_a_report_tells_used_unused_and_kept_apart(saved: Path) -> None:
 
 
 def test_each_of_several_items_has_rules_of_its_own(tmp_path: Path) -> None:
-    reports: list[ckpt.RestoreReport] = []
+    reports: list[ckpt.types.RestoreReport] = []
     items = {"state": model(), "ema": model()["params"]}
     ckpt.sync.save(tmp_path / "x", items=items)
     found = ckpt.sync.load(

@@ -1,4 +1,4 @@
-"""A forgotten `await`, and the syntax of the other API, say what to do."""
+"""Calls are native coroutine functions; the syntax of the other API says what to do."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import anyio
 import pytest
@@ -16,29 +17,44 @@ import ckpt.sync
 from ckpt import errors
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda call: call["w"],
-        lambda call: call.result(),
-        lambda call: list(call),
-        lambda call: call.step,
-    ],
-)
-def test_a_call_that_is_used_as_its_result(use: Any, tmp_path: Path) -> None:
-    ckpt.sync.save(tmp_path / "a", {"w": 1})
-    with pytest.raises(errors.NotAwaitedError, match=r"await ckpt\.load.*ckpt\.sync\.load"):
-        use(ckpt.load(tmp_path / "a"))
-    mgr = ckpt.CheckpointManager(tmp_path / "b")
-    with pytest.raises(errors.NotAwaitedError, match=r"await mgr\.save.*ckpt\.sync"):
-        use(mgr.save(1, {"w": 1}))
-
-
-def test_a_call_that_is_dropped_warns(tmp_path: Path) -> None:
+def test_a_call_that_is_dropped_warns_and_does_nothing(tmp_path: Path) -> None:
     mgr = ckpt.CheckpointManager(tmp_path)
-    with pytest.warns(RuntimeWarning, match=r"mgr\.save\(\.\.\.\) was never awaited, so it did"):
+    with pytest.warns(RuntimeWarning, match=r"CheckpointManager\.save' was never awaited"):
         mgr.save(1, {"w": 1})  # type: ignore[unused-coroutine]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_messages_of_python_name_no_private_class(tmp_path: Path) -> None:
+    for manager in (ckpt.CheckpointManager, ckpt.sync.CheckpointManager):
+        unknown: Any = {"max_to_keep": 3}
+        with pytest.raises(TypeError, match=r"^CheckpointManager\.__init__\(\) got an unexpected"):
+            manager(tmp_path, **unknown)
+    mgr = ckpt.CheckpointManager(tmp_path)
+    with pytest.warns(RuntimeWarning, match=r"'CheckpointManager\.latest_step' was never awaited"):
+        mgr.latest_step()  # type: ignore[unused-coroutine]
+
+
+CALLS = [ckpt.save, ckpt.load, ckpt.metadata, ckpt.verify, ckpt.open_array, ckpt.convert]
+CALLS += [ckpt.merge, ckpt.adopt, ckpt.CheckpointManager.save, ckpt.CheckpointManager.restore]
+CALLS += [ckpt.types.PartialSave.save, ckpt.types.Trash.steps, ckpt.types.Watch.aclose]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__qualname__)
+def test_calls_are_native_coroutine_functions(call: Any) -> None:
+    """Dispatchers and mocks tell a coroutine function by that."""
+    assert inspect.iscoroutinefunction(call)
+
+
+def test_mocks_of_a_manager_are_awaited_like_one() -> None:
+    mgr = mock.create_autospec(ckpt.CheckpointManager, instance=True)
+    mgr.latest_step.return_value = 7
+
+    async def main() -> None:
+        assert await mgr.latest_step() == 7
+        await mgr.save(8, {"w": 1})
+
+    anyio.run(main)
+    mgr.save.assert_awaited_once_with(8, {"w": 1})
 
 
 def test_calls_are_coroutines_for_everything_that_takes_them(tmp_path: Path) -> None:

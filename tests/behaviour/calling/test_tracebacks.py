@@ -56,7 +56,7 @@ def missing(mgr: Any, path: Path) -> Any:
 
 
 def argument(mgr: Any, path: Path) -> Any:
-    return mgr.save(2, {"w": 1}, metadata={1: 2})
+    return mgr.save(2, {"w": 1}, custom_metadata={1: 2})
 
 
 def handler(mgr: Any, path: Path) -> Any:
@@ -137,7 +137,7 @@ def test_the_cause_of_the_system_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_commit_that_is_awaited_often_does_not_pile_up_frames(tmp_path: Path) -> None:
-    mgr = ckpt.sync.CheckpointManager(tmp_path, save_policy=ckpt.policies.FixedInterval(10))
+    mgr = ckpt.sync.CheckpointManager(tmp_path, save_when=ckpt.save_when.EverySteps(10))
     commit = mgr.save(1, {"w": 1})
     for _ in range(10):
         with pytest.raises(errors.SaveSkippedError) as caught:

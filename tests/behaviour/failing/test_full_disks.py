@@ -44,7 +44,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def whole_steps(root: Path) -> list[int]:
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         steps = mgr.all_steps()
         assert all(mgr.verify(step).ok for step in steps)
         return steps
@@ -109,7 +109,7 @@ def test_so_do_saves_without_a_manager(disk: Path, caplog: pytest.LogCaptureFixt
     with pytest.raises(StorageError, match="No space left"):
         ckpt.sync.save(disk / "one", large)
     assert not told(caplog)
-    commit = ckpt.sync.save_async(disk / "two", large)
+    commit = ckpt.sync.save(disk / "two", large, durable=False)
     with pytest.raises(StorageError, match="No space left"):
         commit.result(60)
     assert told(caplog)[0].startswith(f"{disk}/two was NOT saved: ")

@@ -18,12 +18,12 @@ from tests.support.conditions import until
 from tests.support.odd_items import Odd
 
 
-def waits(events: list[ckpt.Event], step: int | None) -> list[ckpt.Event]:
+def waits(events: list[ckpt.types.Event], step: int | None) -> list[ckpt.types.Event]:
     return [each for each in events if each.phase == "wait" and each.step == step]
 
 
 def test_all_that_a_save_waits_is_reported(tmp_path: Path) -> None:
-    events: list[ckpt.Event] = []
+    events: list[ckpt.types.Event] = []
     gate = threading.Event()
     with plain_manager(tmp_path, observers=[events.append]) as mgr:
         mgr.save(0, Odd(SMALL, gate=gate))
@@ -44,7 +44,7 @@ def test_all_that_a_save_waits_is_reported(tmp_path: Path) -> None:
 
 
 def test_waiting_for_the_end_of_all_saves_is_reported(tmp_path: Path) -> None:
-    events: list[ckpt.Event] = []
+    events: list[ckpt.types.Event] = []
     gate = threading.Event()
     with plain_manager(tmp_path, observers=[events.append]) as mgr:
         commit = mgr.save(0, Odd(SMALL, gate=gate))

@@ -16,16 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt.policies import (
-    AnyPreservation,
-    BestN,
-    CustomSteps,
-    EveryNSteps,
-    LatestN,
-    PreserveAll,
-    SavedStep,
-)
-from ckpt.policies._by_item import text_of
+from ckpt.keep._by_item import text_of
 from ckpt.testing.faults import FaultyFiles
 from tests.reliability.scenarios import leftovers
 from tests.support.trees import assert_same
@@ -35,14 +26,14 @@ from tests.unit.policies.test_by_item import rule_of
 ITEMS = ["params", "opt_state", "ema_fast", "rng"]
 POLICY: st.SearchStrategy[Any] = st.sampled_from(
     [
-        LatestN(1),
-        LatestN(3),
-        EveryNSteps(5),
-        CustomSteps([2, 9]),
-        CustomSteps([]),
-        PreserveAll(),
-        BestN(1, "loss", "min"),
-        AnyPreservation(LatestN(2), EveryNSteps(4)),
+        ckpt.keep.Latest(1),
+        ckpt.keep.Latest(3),
+        ckpt.keep.EverySteps(5),
+        ckpt.keep.Steps([2, 9]),
+        ckpt.keep.Steps([]),
+        ckpt.keep.All(),
+        ckpt.keep.Best(1, "loss", "min"),
+        ckpt.keep.Any(ckpt.keep.Latest(2), ckpt.keep.EverySteps(4)),
     ]
 )
 PATTERN = st.sampled_from(["params", "opt_state", "ema_*", "p*", "*"])
@@ -74,7 +65,7 @@ class ByItemMachine(RuleBasedStateMachine):
         if self.mgr is not None:
             self.mgr.close()
         self.policies, self.newest = policies, None
-        self.mgr = ckpt.sync.CheckpointManager(self.root, preservation=policies)
+        self.mgr = ckpt.sync.CheckpointManager(self.root, keep=policies)
 
     @rule(policies=POLICIES)
     def open_another(self, policies: dict[str, Any]) -> None:
@@ -85,7 +76,7 @@ class ByItemMachine(RuleBasedStateMachine):
         self.count += 1
         items = {name: value(name, step, self.count) for name in sorted(names)}
         metrics = {"loss": float(step * 7 % 11)}
-        self.mgr.save(step, items=items, metrics=metrics, overwrite=True).result(60)
+        self.mgr.save(step, items=items, metrics=metrics, if_exists="replace").result(60)
         self.mgr.wait_until_finished()
         self.items[step] = dict.fromkeys(items, self.count)
         self.dropped[step] = {}
@@ -95,7 +86,7 @@ class ByItemMachine(RuleBasedStateMachine):
     def preserve(self) -> None:
         """Let go what is not kept: each item by itself, asked of all steps that have it."""
         steps = [
-            SavedStep(step, float(step), {"loss": float(step * 7 % 11)})
+            ckpt.keep.SavedStep(step, float(step), {"loss": float(step * 7 % 11)})
             for step in sorted(self.items)
         ]
         whole = {self.newest, max(self.items), *self.pinned}
@@ -167,7 +158,7 @@ class ByItemMachine(RuleBasedStateMachine):
 
     @invariant()
     def everything_is_as_it_should_be(self) -> None:
-        with ckpt.sync.CheckpointManager(self.root, read_only=True) as reader:
+        with ckpt.sync.CheckpointManager(self.root, mode="r") as reader:
             assert reader.all_steps() == sorted(self.items)
             for step, items in self.items.items():
                 info = reader.metadata(step).info

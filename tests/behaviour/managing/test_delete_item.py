@@ -62,7 +62,7 @@ def root(tmp_path: Path) -> Path:
     """A root with one step of four items."""
     root = tmp_path / "run"
     with FaultyFiles(tmp_path, sync=False), plain(root, formats=FORMATS) as mgr:
-        mgr.save(1, items=ITEMS, metrics={"loss": 0.5}, metadata={"git": "abc"})
+        mgr.save(1, items=ITEMS, metrics={"loss": 0.5}, custom_metadata={"git": "abc"})
     return root
 
 
@@ -98,7 +98,7 @@ def test_the_rest_of_the_step_stays_what_it_was(root: Path) -> None:
         found = mgr.metadata(1).info
         with pytest.raises(errors.CheckpointError):
             mgr.restore(1, items=["optimizer"])
-    assert (found.metrics, found.metadata) == ({"loss": 0.5}, {"git": "abc"})
+    assert (found.metrics, found.custom_metadata) == ({"loss": 0.5}, {"git": "abc"})
     assert (found.created, found.committed) == (info.created, info.committed)
     assert found.statistics == info.statistics
     new = manifest(root)
@@ -153,7 +153,7 @@ def test_wrong_requests_change_nothing(root: Path) -> None:
         with pytest.raises(errors.StepPinnedError):
             mgr.delete(1, item="note")
         mgr.unpin(1, "paper")
-    with plain(root, read_only=True) as reader, pytest.raises(errors.ReadOnlyError):
+    with plain(root, mode="r") as reader, pytest.raises(errors.ReadOnlyError):
         reader.delete(1, item="note")
     assert files(root) == before
 
@@ -228,7 +228,7 @@ def test_no_path_of_a_manifest_leads_out_of_the_step(root: Path, path: str) -> N
 def test_a_step_that_was_replaced_meanwhile_is_left_alone(root: Path) -> None:
     old = manifest(root)
     with plain(root) as mgr:
-        mgr.save(1, items={"params": 1, "optimizer": 2}, overwrite=True).result()
+        mgr.save(1, items={"params": 1, "optimizer": 2}, if_exists="replace").result()
         with pytest.raises(errors.StepDeletedError):
             delete_by(root, old, "optimizer")
         assert mgr.restore(1) == {"params": 1, "optimizer": 2}
@@ -349,7 +349,7 @@ def delete_while(
 
 def overwrite(number: int) -> Callable[[ckpt.sync.CheckpointManager], None]:
     def act(mgr: ckpt.sync.CheckpointManager) -> None:
-        mgr.save(1, {"number": number}, overwrite=True).result(PATIENCE_S)
+        mgr.save(1, {"number": number}, if_exists="replace").result(PATIENCE_S)
 
     return act
 
@@ -385,7 +385,7 @@ def test_what_comes_before_a_name_is_given_back_counts(root: Path) -> None:
     with plain(root) as mgr:
         assert mgr.restore(1) == {"number": 3}
         assert mgr.verify(1)
-        mgr.save(1, items=ITEMS, overwrite=True).result()
+        mgr.save(1, items=ITEMS, if_exists="replace").result()
         with pytest.raises(errors.StepDeletedError):
             delete_while(root, {"exchange 1": overwrite(2), "exchange 2": remove})
         assert mgr.all_steps() == []
@@ -468,7 +468,7 @@ def test_deletions_and_saves_beside_it_keep_what_they_promise(tmp_path: Path, ba
 
             async def overwrite(step: int, delay: float) -> None:
                 await anyio.sleep(delay)
-                await (await mgr.save(step, items={"z": {"w": np.ones(3)}}, overwrite=True))
+                await (await mgr.save(step, items={"z": {"w": np.ones(3)}}, if_exists="replace"))
 
             async def acknowledge(call: Any, step: int, *arguments: Any) -> None:
                 # It may fail where what it was looking at has gone; then it promises nothing.
@@ -533,7 +533,7 @@ def test_at_every_instant_one_of_the_two_is_there(tmp_path: Path, plan_at: Any) 
             if watched.crashed:
                 # The process is dead: what it would still do must not reach the disk.
                 mgr.close()
-        with FaultyFiles(root, sync=False), plain(root, read_only=True) as reader:
+        with FaultyFiles(root, sync=False), plain(root, mode="r") as reader:
             # As a reader sees it while nobody has cleaned up.
             left = reader.metadata(1).info.items
             assert reader.verify(1)

@@ -24,14 +24,14 @@ def state(number: int) -> dict[str, jnp.ndarray]:
 
 def reader(root: Path, meanwhile: Callable[[], object]) -> ckpt.sync.CheckpointManager:
     """A manager that does `meanwhile` when it has read the first part of a step."""
-    happened: list[ckpt.Event] = []
+    happened: list[ckpt.types.Event] = []
 
-    def observe(event: ckpt.Event) -> None:
+    def observe(event: ckpt.types.Event) -> None:
         if event.operation == "restore" and event.phase == "read" and not happened:
             happened.append(event)
             meanwhile()
 
-    return ckpt.sync.CheckpointManager(root, read_only=True, staging=SMALL, observers=[observe])
+    return ckpt.sync.CheckpointManager(root, mode="r", staging=SMALL, observers=[observe])
 
 
 def test_a_step_deleted_while_it_is_read(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_step_replaced_while_it_is_read(tmp_path: Path) -> None:
         mgr.save(1, state(1)).result()
 
         def replace() -> None:
-            mgr.save(1, state(2), overwrite=True).result()
+            mgr.save(1, state(2), if_exists="replace").result()
 
         with (
             reader(tmp_path, replace) as other,

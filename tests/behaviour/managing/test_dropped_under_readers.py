@@ -47,14 +47,14 @@ def reader(
     root: Any, meanwhile: Callable[[Any], object], operation: str = "restore"
 ) -> ckpt.sync.CheckpointManager:
     """A manager that does `meanwhile` when it has read the first part of a step."""
-    happened: list[ckpt.Event] = []
+    happened: list[ckpt.types.Event] = []
 
-    def observe(event: ckpt.Event) -> None:
+    def observe(event: ckpt.types.Event) -> None:
         if event.operation == operation and event.phase == "read" and not happened:
             happened.append(event)
             meanwhile(root)
 
-    return ckpt.sync.CheckpointManager(root, read_only=True, staging=SMALL, observers=[observe])
+    return ckpt.sync.CheckpointManager(root, mode="r", staging=SMALL, observers=[observe])
 
 
 def test_a_restore_of_everything_gives_what_is_left(
@@ -96,7 +96,7 @@ def test_a_step_that_is_replaced_is_another_one_still(root: Any) -> None:
     def drop_and_replace(root: Any) -> None:
         drop(root)
         with ckpt.sync.CheckpointManager(root) as mgr:
-            mgr.save(1, items={"params": part(7)}, overwrite=True).result()
+            mgr.save(1, items={"params": part(7)}, if_exists="replace").result()
 
     with (
         reader(root, drop_and_replace) as mgr,

@@ -16,14 +16,13 @@ from msgspec.structs import replace
 
 import ckpt
 import ckpt.sync
-from ckpt._conversion.copies.place import CopyPlace
-from ckpt._conversion.copies.step_copy import StepCopier, Uncounted
+from ckpt._conversion.copies.step_copy import NullProgress, StepCopier
+from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._conversion.copies.steps import CopiedStep, CopyRules, copy_step
 from ckpt._format.history import ReplacedSave
 from ckpt._format.manifest import decode, encode
 from ckpt._runtime.loop import call_once
 from ckpt.errors import StepExistsError
-from ckpt.policies import LatestN
 from ckpt.storage import open_root
 from ckpt.storage._manifests import read_manifest
 from ckpt.tiers import SharedMemory, Tier
@@ -49,7 +48,7 @@ def run_a(root: Path | str, **options: Any) -> None:
 def go_back(mgr: ckpt.sync.CheckpointManager, to: int = 2) -> None:
     """Save the step after the one that the run goes back to, and end there."""
     mgr.restore(to)
-    mgr.save(to + 1, state(to + 1.5), overwrite=True).in_root.result(PATIENCE_S)
+    mgr.save(to + 1, state(to + 1.5), if_exists="replace").in_root.result(PATIENCE_S)
 
 
 def resumed(mgr: ckpt.sync.CheckpointManager, **options: Any) -> tuple[int, float]:
@@ -125,7 +124,7 @@ def test_a_partial_save_counts_as_well(tmp_path: Path) -> None:
     run_a(tmp_path)
     with manager(tmp_path) as mgr:
         mgr.restore(2)
-        with mgr.partial(3, overwrite=True) as part:
+        with mgr.partial(3, if_exists="replace") as part:
             part.save({"model": state(3.5)})
     with manager(tmp_path) as mgr:
         assert mgr.latest_step() == 3
@@ -159,7 +158,7 @@ def test_a_program_that_changes_an_older_step_leaves_nothing_behind(
     with manager(tmp_path) as mgr:
         if restores is not None:
             mgr.restore(restores)
-        mgr.save(3, state(30), overwrite=True)
+        mgr.save(3, state(30), if_exists="replace")
     with manager(tmp_path) as mgr:
         assert resumed(mgr) == (5, 4)
 
@@ -168,9 +167,9 @@ def test_retention_keeps_the_step_to_go_on_from(tmp_path: Path) -> None:
     run_a(tmp_path)
     with manager(tmp_path) as mgr:
         go_back(mgr)
-    with manager(tmp_path, preservation=LatestN(1)) as mgr:
+    with manager(tmp_path, keep=ckpt.keep.Latest(1)) as mgr:
         # By a program that adds a step, and has restored nothing.
-        mgr.save(0, state(0), overwrite=True)
+        mgr.save(0, state(0), if_exists="replace")
     with manager(tmp_path) as mgr:
         assert resumed(mgr) == (4, 3.5)
 
@@ -181,7 +180,7 @@ def test_the_newest_steps_of_the_new_branch_are_kept_beside_those_of_before(
     with manager(tmp_path) as mgr:
         for step in (0, 10, 20, 30):
             mgr.save(step, state(step))
-    with manager(tmp_path, preservation=LatestN(2)) as mgr:
+    with manager(tmp_path, keep=ckpt.keep.Latest(2)) as mgr:
         mgr.restore(0)
         for step in (1, 2, 3):
             mgr.save(step, state(step)).result(PATIENCE_S)
@@ -205,10 +204,10 @@ def test_damage_leads_to_the_step_before_on_the_same_branch(tmp_path: Path) -> N
 
 
 def test_healthy_steps_of_a_branch_that_was_left_are_passed_over(tmp_path: Path) -> None:
-    run_a(tmp_path, vital_signs=True)
-    with manager(tmp_path, vital_signs=True) as mgr:
+    run_a(tmp_path, extensions=[ckpt.extensions.VitalSigns()])
+    with manager(tmp_path, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         go_back(mgr)
-    with manager(tmp_path, vital_signs=True) as mgr:
+    with manager(tmp_path, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         assert mgr.latest_step(healthy=True) == 3
         assert resumed(mgr, healthy=True) == (4, 3.5)
 
@@ -247,15 +246,18 @@ def test_an_evaluator_that_waits_for_a_number_waits_for_that_of_the_run(tmp_path
 
 
 def test_the_last_healthy_step_of_the_new_branch_stays(tmp_path: Path) -> None:
-    run_a(tmp_path, vital_signs=True)
-    options: dict[str, Any] = {"vital_signs": True, "preservation": LatestN(1)}
+    run_a(tmp_path, extensions=[ckpt.extensions.VitalSigns()])
+    options: dict[str, Any] = {
+        "extensions": [ckpt.extensions.VitalSigns()],
+        "keep": ckpt.keep.Latest(1),
+    }
     with manager(tmp_path, **options) as mgr:
         go_back(mgr, 0)
-        mgr.save(2, state(np.nan), overwrite=True)
+        mgr.save(2, state(np.nan), if_exists="replace")
     with manager(tmp_path, **options) as mgr:
         # By a program that adds a step, and has restored nothing.
-        mgr.save(0, state(0), overwrite=True)
-    with manager(tmp_path, vital_signs=True) as mgr:
+        mgr.save(0, state(0), if_exists="replace")
+    with manager(tmp_path, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         assert resumed(mgr, healthy=True) == (2, 1.5)
 
 
@@ -291,7 +293,7 @@ def test_of_several_places_the_branch_decides_as_well(tmp_path: Path, lost: str)
         # The host was not lost, and nothing of the new branch has arrived.
         shutil.rmtree(tmp_path / "root")
         shutil.copytree(old, tmp_path / "root")
-    with manager(tmp_path / "root", tiers=tiers, preservation=LatestN(1)) as mgr:
+    with manager(tmp_path / "root", tiers=tiers, keep=ckpt.keep.Latest(1)) as mgr:
         assert mgr.latest_step() == 3
         assert resumed(mgr) == (4, 3.5)
         mgr.save(4, state(4.5)).in_root.result(PATIENCE_S)
@@ -309,7 +311,7 @@ def test_a_root_that_is_behind_gets_the_step_to_go_on_from(tmp_path: Path) -> No
     shutil.rmtree(tmp_path / "root")
     shutil.rmtree(old / "1")
     old.rename(tmp_path / "root")
-    with manager(tmp_path / "root", tiers=tiers, preservation=LatestN(1)) as mgr:
+    with manager(tmp_path / "root", tiers=tiers, keep=ckpt.keep.Latest(1)) as mgr:
         assert mgr.latest_step() == 1
     assert ckpt.sync.load(tmp_path / "root" / "1")["w"][0] == 1.5
 
@@ -352,7 +354,7 @@ def test_in_a_store_only_overwriting_replaces_what_was_left_behind() -> None:
         with pytest.raises(StepExistsError, match="went back behind it"):
             mgr.save(4, state(4.5))
         assert mgr.restore(4)["w"][0] == 4
-        mgr.save(4, state(4.5), overwrite=True).result(PATIENCE_S)
+        mgr.save(4, state(4.5), if_exists="replace").result(PATIENCE_S)
         assert mgr.restore()["w"][0] == 4.5
 
 
@@ -370,11 +372,11 @@ def test_a_copy_into_a_store_replaces_only_what_was_overwritten(
         made = decode(file.read_bytes(), where="4")
         made = replace(made, replaces=[ReplacedSave(there.created_ns, there.committed_ns, kind)])
         file.write_bytes(encode(made))
-        source, target = (CopyPlace(open_root(each), "4") for each in (tmp_path, store))
-        copier = StepCopier(Uncounted())
+        source, target = (StepLocation(open_root(each), "4") for each in (tmp_path, store))
+        copier = StepCopier(NullProgress())
         try:
-            rules = CopyRules(makes_way=True)
-            return await copy_step(copier, source, 4, target, rules, Uncounted())
+            rules = CopyRules(replaces_older=True)
+            return await copy_step(copier, source, 4, target, rules, NullProgress())
         finally:
             copier.close()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 
 import ckpt
 import ckpt.sync
-from ckpt import errors, policies
-from ckpt._format.metrics import flat_metrics, json_metrics, plain_metrics
+from ckpt import errors
+from ckpt._format.metrics import Metrics, flat_metrics, json_metrics, plain_metrics
 
 
 def metrics_of(step: int) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def save(root: Path, *steps: int, **options: Any) -> None:
 
 def test_each_has_the_name_of_its_groups(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
-    with ckpt.sync.CheckpointManager(tmp_path, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, mode="r") as mgr:
         found = mgr.metrics(1)
         assert math.isnan(found.pop("eval/seen"))
         assert found == FLAT_OF_1
@@ -52,8 +53,8 @@ def test_each_has_the_name_of_its_groups(tmp_path: Path) -> None:
 
 
 def test_policies_rank_by_that_name(tmp_path: Path) -> None:
-    save(tmp_path, 1, 2, 3, 4, preservation=policies.BestN(1, "eval/loss", "min"))
-    with ckpt.sync.CheckpointManager(tmp_path, read_only=True) as mgr:
+    save(tmp_path, 1, 2, 3, 4, keep=ckpt.keep.Best(1, "eval/loss", "min"))
+    with ckpt.sync.CheckpointManager(tmp_path, mode="r") as mgr:
         assert mgr.all_steps() == [2, 4]
 
 
@@ -78,9 +79,27 @@ def test_those_of_orbax_have_names_here(tmp_path: Path) -> None:
             metrics = {"eval": {"loss": float(abs(step - 2))}, "note": "text"}
             manager.save(step, args=ocp.args.StandardSave({"w": jnp.ones(3)}), metrics=metrics)
         manager.wait_until_finished()
-    with ckpt.sync.CheckpointManager(tmp_path, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, mode="r") as mgr:
         assert mgr.metrics(1) == {"eval/loss": 1.0}
         assert mgr.best_step("eval/loss", "min") == 2
+
+
+def test_texts_and_lists_are_kept_and_the_numbers_are_told(tmp_path: Path) -> None:
+    given = {"split": "valid", "top": [0.5, math.inf, "x"], "eval": {"by": [[1], ["a"]]}, "loss": 2}
+    ranks: Any = {"valid": 1.0, "test": 2.0}
+    best = ckpt.keep.Best(1, lambda metrics: ranks[metrics["split"]], "max")
+    with ckpt.sync.CheckpointManager(tmp_path, keep=best) as mgr:
+        info = mgr.save(1, {"w": 1}, metrics=given | {"split": "test"}).result()
+        assert info.metrics == mgr.metrics(1) == {"loss": 2.0}
+        for step in (2, 3):
+            mgr.save(step, {"w": 1}, metrics=given, durable=True)
+        mgr.wait_until_finished()
+        assert mgr.all_steps() == [1, 3]
+        assert mgr.best_step() == 1
+    manifest = ckpt.manifest.decode((tmp_path / "3/ckpt.json").read_bytes(), where="")
+    assert manifest.metrics == given | {"top": [0.5, "inf", "x"]}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert manager.metrics(3) == given
 
 
 def test_deleting_an_item_keeps_them(tmp_path: Path) -> None:
@@ -94,8 +113,9 @@ def test_deleting_an_item_keeps_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metrics", "text"),
     [
-        ({"eval": {"loss": "low"}}, r"metrics\['eval/loss'\]='low': expected a number, or a dict"),
-        ({"eval": {"loss": [1.0]}}, r"metrics\['eval/loss'\]=\[1.0\]: expected a number"),
+        ({"eval": {"loss": None}}, r"metrics\['eval/loss'\]=None: expected a number, a text"),
+        ({"eval": {"loss": [1.0, {}]}}, r"metrics\['eval/loss'\]={}: expected a number, a text"),
+        ({"x": [[[[1.0]]]]}, r"metrics\['x'\]=\[1.0\]: expected a number"),
         ({"a/b": 1, "a": {"b": 2}}, "two of them have the name 'a/b'"),
         ({1: 0.5, "1": 0.7}, "two of them have the name '1'"),
         ({"x": {1: {"b": 2}, "1": {"c": 3}}}, "two of them have the name 'x/1'"),
@@ -110,10 +130,15 @@ def test_what_has_no_name_of_its_own_is_refused(metrics: Any, text: str, tmp_pat
 
 
 numbers = st.floats(allow_nan=False) | st.integers(-(2**53), 2**53)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=4).filter(
+    lambda text: text not in ("nan", "inf", "-inf")
+)
+rows = st.lists(numbers | texts, max_size=3)
+values = numbers | texts | st.lists(numbers | texts | rows, max_size=3)
 names = st.text(st.characters(exclude_characters="/", exclude_categories=["Cs"]), max_size=8)
 nested = st.recursive(
-    st.dictionaries(names, numbers, max_size=4),
-    lambda inner: st.dictionaries(names, numbers | inner, max_size=4),
+    st.dictionaries(names, values, max_size=4),
+    lambda inner: st.dictionaries(names, values | inner, max_size=4),
     max_leaves=12,
 )
 
@@ -138,13 +163,15 @@ def test_nothing_is_lost_on_the_way(tree: dict[str, Any]) -> None:
             within[last] = value
         return found
 
-    def without_empty(each: Any) -> Any:
+    def numbers_in(each: Any) -> Any:
         if not isinstance(each, dict):
-            return each
-        inner = {name: without_empty(value) for name, value in each.items()}
+            return each if isinstance(each, int | float) else {}
+        inner = {name: numbers_in(value) for name, value in each.items()}
         return {name: value for name, value in inner.items() if value != {}}
 
-    assert unflat(flat_metrics(plain)) == without_empty(tree)
+    assert unflat(flat_metrics(plain)) == numbers_in(tree)
+    # A list of steps and a whole manifest read it alike.
+    assert msgspec.json.decode(msgspec.json.encode(plain), type=Metrics) == plain
 
 
 def test_a_metric_that_was_donated_is_named(tmp_path: Path) -> None:
@@ -160,8 +187,14 @@ def test_a_metric_that_was_donated_is_named(tmp_path: Path) -> None:
 def test_what_the_caller_changes_afterwards_is_not_saved(tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
         for step in range(8):
-            groups = {"train": {"loss": 1.0}}
+            groups: dict[str, Any] = {"train": {"loss": 1.0}, "all": [1.0]}
             with mgr.partial(step, metrics=groups) as part:
                 groups["train"]["loss"] = 99.0
+                groups["all"].append(99.0)
                 part.save({"w": step})
             assert mgr.metrics(step) == {"train/loss": 1.0}
+            content = (tmp_path / f"{step}/ckpt.json").read_bytes()
+            assert ckpt.manifest.decode(content, where="").metrics == {
+                "train": {"loss": 1.0},
+                "all": [1.0],
+            }

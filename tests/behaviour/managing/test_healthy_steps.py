@@ -23,10 +23,12 @@ import ckpt
 import ckpt.sync
 from ckpt._engine.restore.pipeline import restore_items
 from ckpt._inspection.listed_steps import list_root
-from ckpt._inspection.places import root_at
-from ckpt._inspection.retention.preservation import forget_steps
+from ckpt._inspection.locations import root_at
+from ckpt._inspection.retention.kept_steps import forget_steps
+from ckpt._settings import Timeouts
 from ckpt._steps.index import StepIndex
-from ckpt._steps.previous_steps import AilingLeaves
+from ckpt._steps.previous_steps import UnhealthyLeaves
+from ckpt._steps.removal.recorded_policy import record_policy
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -34,7 +36,9 @@ from ckpt.errors import (
     StepNotFoundError,
     StorageError,
 )
-from ckpt.policies import AnyPreservation, Healthy, LatestN
+from ckpt.extensions import VitalSigns
+from ckpt.keep import Healthy, Latest
+from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._manifests import read_manifest
 from tests.support.simulated_job import closed, managers, saved, together
 
@@ -46,7 +50,7 @@ ALLOWING = Healthy(allow=["**.mask"])
 
 
 def opened(root: Any, **options: Any) -> ckpt.sync.CheckpointManager:
-    return ckpt.sync.CheckpointManager(root, **({"vital_signs": True} | options))
+    return ckpt.sync.CheckpointManager(root, **({"extensions": [VitalSigns()]} | options))
 
 
 def save_all(mgr: ckpt.sync.CheckpointManager, states: dict[int, Any]) -> None:
@@ -68,11 +72,11 @@ def warnings(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
 # ---------------------------------------------------------------- what is kept
 
 
-@pytest.mark.parametrize("policy", [LatestN(1), lambda step: False], ids=["latest", "nothing"])
+@pytest.mark.parametrize("policy", [Latest(1), lambda step: False], ids=["latest", "nothing"])
 def test_the_last_healthy_step_outlives_those_that_went_wrong(
     tmp_path: Path, policy: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with opened(tmp_path, preservation=policy) as mgr:
+    with opened(tmp_path, keep=policy) as mgr:
         save_all(mgr, {1: FINITE, 2: FINITE, 3: ODD, 4: ODD, 5: ODD})
         assert mgr.all_steps() == [2, 5]
         (told,) = warnings(caplog, "step 2 stays")
@@ -82,24 +86,24 @@ def test_the_last_healthy_step_outlives_those_that_went_wrong(
 
 
 def test_of_steps_without_vital_signs_the_newest_outlives_unhealthy_ones(tmp_path: Path) -> None:
-    assert kept_by(tmp_path, {1: FINITE, 2: FINITE}, vital_signs=False) == [1, 2]
-    assert kept_by(tmp_path, {3: ODD, 4: ODD}, preservation=LatestN(1)) == [2, 4]
+    assert kept_by(tmp_path, {1: FINITE, 2: FINITE}, extensions=[]) == [1, 2]
+    assert kept_by(tmp_path, {3: ODD, 4: ODD}, keep=Latest(1)) == [2, 4]
     # What is not known to be unhealthy protects nothing.
-    assert kept_by(tmp_path, {5: ODD}, vital_signs=False, preservation=LatestN(1)) == [5]
+    assert kept_by(tmp_path, {5: ODD}, extensions=[], keep=Latest(1)) == [5]
 
 
 def test_values_that_are_meant_are_no_reason_to_keep_a_step(tmp_path: Path) -> None:
-    policy = AnyPreservation(LatestN(1), ALLOWING)
+    policy = ckpt.keep.Any(Latest(1), ALLOWING)
     states = {1: MASKED, 2: MASKED, 3: MASKED | ODD, 4: MASKED | ODD}
-    assert kept_by(tmp_path, states, preservation=policy) == [2, 4]
-    assert kept_by(tmp_path, {5: MASKED}, preservation=policy) == [5]
+    assert kept_by(tmp_path, states, keep=policy) == [2, 4]
+    assert kept_by(tmp_path, {5: MASKED}, keep=policy) == [5]
 
 
 def test_the_policy_keeps_healthy_steps(tmp_path: Path) -> None:
     states = {1: FINITE, 2: ODD, 3: FINITE, 4: ODD, 5: FINITE, 6: FINITE, 7: ODD}
-    assert kept_by(tmp_path / "2", states, preservation=Healthy(2)) == [5, 6, 7]
-    both = AnyPreservation(LatestN(2), Healthy())
-    assert kept_by(tmp_path / "both", {1: FINITE, 2: ODD, 3: ODD}, preservation=both) == [1, 2, 3]
+    assert kept_by(tmp_path / "2", states, keep=Healthy(2)) == [5, 6, 7]
+    both = ckpt.keep.Any(Latest(2), Healthy())
+    assert kept_by(tmp_path / "both", {1: FINITE, 2: ODD, 3: ODD}, keep=both) == [1, 2, 3]
 
 
 def test_steps_whose_leaves_cannot_be_read_now_stay(
@@ -115,8 +119,7 @@ def test_steps_whose_leaves_cannot_be_read_now_stay(
             raise StorageError("too many open files", errno=errno.EMFILE)
         return await read_manifest(storage, step_dir, **options)
 
-    policy = AnyPreservation(LatestN(1), ALLOWING)
-    with opened(tmp_path, preservation=policy) as mgr:
+    with opened(tmp_path, keep=ckpt.keep.Any(Latest(1), ALLOWING)) as mgr:
         monkeypatch.setattr("ckpt._steps.previous_steps.read_manifest", refusing)
         save_all(mgr, {4: MASKED | ODD})
         assert sorted(refused) == ["1", "2", "3", "4"]
@@ -129,9 +132,9 @@ def test_steps_whose_leaves_cannot_be_read_now_stay(
 def test_a_run_that_went_back_past_unknown_steps_keeps_its_healthy_one(tmp_path: Path) -> None:
     with opened(tmp_path) as mgr:
         save_all(mgr, {1: FINITE, 2: FINITE})
-    with opened(tmp_path, vital_signs=False) as mgr:
+    with opened(tmp_path, extensions=[]) as mgr:
         save_all(mgr, {3: FINITE, 4: FINITE, 9: FINITE})
-    with opened(tmp_path, preservation=LatestN(1)) as mgr:
+    with opened(tmp_path, keep=Latest(1)) as mgr:
         assert mgr.resume(FINITE, healthy=True)[0] == 3
         # The greatest step is of unknown health, and the run is below it.
         save_all(mgr, {3: FINITE, 4: ODD})
@@ -140,7 +143,7 @@ def test_a_run_that_went_back_past_unknown_steps_keeps_its_healthy_one(tmp_path:
 
 
 def test_a_pinned_healthy_step_is_enough(tmp_path: Path) -> None:
-    with opened(tmp_path, preservation=LatestN(1)) as mgr:
+    with opened(tmp_path, keep=Latest(1)) as mgr:
         save_all(mgr, {1: FINITE})
         mgr.pin(1, "paper")
         save_all(mgr, {2: ODD, 3: ODD})
@@ -162,17 +165,17 @@ def test_any_run_keeps_what_it_would_go_back_to(
     root = tmp_path_factory.mktemp("run")
     health: dict[int, str] = {}
     for step, kind in saves:
-        with opened(root, preservation=LatestN(n), vital_signs=kind != "unknown") as mgr:
+        with opened(root, keep=n, extensions=[VitalSigns()] * (kind != "unknown")) as mgr:
             if kind == "gone":
                 for each in health.keys() & {step}:
                     mgr.delete(each)
                     del health[each]
                 continue
-            mgr.save(step, ODD if kind == "unhealthy" else FINITE, overwrite=True).result()
+            mgr.save(step, ODD if kind == "unhealthy" else FINITE, if_exists="replace").result()
             mgr.wait_until_finished()
             health[step] = kind
             stay = {step, *sorted(health)[-n:]}
-            if health[max(health)] == "unhealthy":
+            if "unhealthy" in (health[max(health)], kind):
                 of = {kind: [s for s in health if health[s] == kind] for kind in health.values()}
                 best = of.get("healthy") or of.get("unknown")
                 stay |= {max(best)} if best else set()
@@ -188,7 +191,7 @@ def test_the_command_and_the_list_say_what_a_run_would_do(tmp_path: Path) -> Non
 
     async def plan() -> Any:
         place = await root_at(str(tmp_path))
-        return await forget_steps(place, LatestN(1), None, for_good=False, dry_run=True)
+        return await forget_steps(place, Latest(1), None, for_good=False, dry_run=True)
 
     planned = anyio.run(plan)
     assert {each.step: each.goes for each in planned.steps} == {
@@ -199,8 +202,7 @@ def test_the_command_and_the_list_say_what_a_run_would_do(tmp_path: Path) -> Non
     }
     assert planned.steps[1].reasons == ["last healthy"]
     assert planned.steps[3].reasons == ["newest 1"]
-    with opened(tmp_path, preservation=LatestN(2)):
-        pass
+    anyio.run(record_policy, LocalStorage(tmp_path, Timeouts()), Latest(2), None)
 
     async def listed() -> Any:
         return await list_root(await root_at(str(tmp_path)))
@@ -210,7 +212,7 @@ def test_the_command_and_the_list_say_what_a_run_would_do(tmp_path: Path) -> Non
 
 
 def test_the_policy_is_written_down_with_its_patterns(tmp_path: Path) -> None:
-    kept_by(tmp_path, {1: FINITE}, preservation=AnyPreservation(LatestN(3), ALLOWING))
+    kept_by(tmp_path, {1: FINITE}, keep=ckpt.keep.Any(Latest(3), ALLOWING))
     note = json.loads((tmp_path / ".ckpt-run" / "preservation.json").read_text())
     assert note["preservation"]["policies"][1] == {"kind": "healthy", "n": 1, "allow": ["**.mask"]}
 
@@ -228,7 +230,7 @@ def test_the_newest_healthy_step_is_found_and_restored(
 ) -> None:
     with opened(tmp_path) as mgr:
         save_all(mgr, {1: FINITE, 2: FINITE})
-    with opened(tmp_path, vital_signs=False) as mgr:
+    with opened(tmp_path, extensions=[]) as mgr:
         save_all(mgr, {3: FINITE})
     with opened(tmp_path) as mgr:
         save_all(mgr, {4: ODD})
@@ -276,9 +278,9 @@ def test_a_step_that_replaced_a_passed_over_one_meanwhile_is_left_alone(tmp_path
         save_all(mgr, {1: FINITE, 2: ODD})
         mgr.resume(FINITE, healthy=True)
         with opened(tmp_path) as other:
-            other.save(2, FINITE, overwrite=True).result()
+            other.save(2, FINITE, if_exists="replace").result()
         with pytest.raises(StepExistsError):
-            mgr.save(2, FINITE)
+            mgr.save(2, FINITE | {"n": 22})
 
 
 def test_a_restore_does_not_make_saves_replace_what_it_has_passed_over(tmp_path: Path) -> None:
@@ -312,9 +314,9 @@ def test_in_a_store_a_step_that_was_passed_over_is_not_replaced_unasked() -> Non
     with opened(ckpt.storage.Memory(f"memory://{uuid.uuid4().hex}/run")) as mgr:
         save_all(mgr, {1: FINITE, 2: ODD})
         assert mgr.resume(FINITE, healthy=True)[0] == 2
-        with pytest.raises(StepExistsError, match=r"is unhealthy \(1 leaf .*overwrite=True"):
+        with pytest.raises(StepExistsError, match=r"is unhealthy \(1 leaf .*if_exists='replace'"):
             mgr.save(2, FINITE)
-        mgr.save(2, FINITE, overwrite=True).result()
+        mgr.save(2, FINITE, if_exists="replace").result()
         assert mgr.latest_step(healthy=True) == 2
 
 
@@ -351,7 +353,7 @@ def test_a_healthy_step_that_is_replaced_while_it_is_read_is_read_anew(
         async def restored(context: Any, wanted: Any) -> Any:
             if not replaced:
                 replaced.append(2)
-                save = partial(writer.save, 2, FINITE | {"n": 22}, overwrite=True)
+                save = partial(writer.save, 2, FINITE | {"n": 22}, if_exists="replace")
                 await anyio.to_thread.run_sync(lambda: save().result())
             return await restore_items(context, wanted)
 
@@ -389,7 +391,7 @@ def test_without_a_healthy_step_a_restore_says_what_there_is(tmp_path: Path) -> 
         with pytest.raises(StepNotFoundError, match="has no committed step"):
             mgr.restore(healthy=True)
         save_all(mgr, {7: ODD})
-    with opened(tmp_path, vital_signs=False) as mgr:
+    with opened(tmp_path, extensions=[]) as mgr:
         save_all(mgr, dict.fromkeys(range(10, 17), FINITE))
         assert mgr.latest_step(healthy=True) is None
         calls = (lambda: mgr.restore(healthy=True), lambda: mgr.resume(FINITE, healthy=True))
@@ -398,7 +400,7 @@ def test_without_a_healthy_step_a_restore_says_what_there_is(tmp_path: Path) -> 
                 call()
             text = str(caught.value)
             assert "none of its 8 steps is known to be healthy: step 16: its vital signs" in text
-            assert "save with vital_signs=True" in text
+            assert "save with extensions=[ckpt.extensions.VitalSigns()]" in text
             assert "and 3 more" in text
         # Nothing was moved, and nothing makes way.
         with pytest.raises(StepExistsError):
@@ -424,7 +426,7 @@ def test_a_step_whose_leaves_cannot_be_read_is_not_allowed(tmp_path: Path) -> No
     manifest = tmp_path / "2" / "ckpt.json"
     data = manifest.read_bytes()
     manifest.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
-    with opened(tmp_path, read_only=True) as mgr:
+    with opened(tmp_path, mode="r") as mgr:
         assert mgr.latest_step(healthy=ALLOWING) == 1
 
 
@@ -441,7 +443,7 @@ def test_wrong_arguments_are_refused_in_a_new_run_too(tmp_path: Path, healthy: A
 
 def test_asyncio_programs_have_it_too(tmp_path: Path) -> None:
     async def run() -> None:
-        async with ckpt.CheckpointManager(tmp_path, vital_signs=True) as mgr:
+        async with ckpt.CheckpointManager(tmp_path, extensions=[VitalSigns()]) as mgr:
             await mgr.save(1, FINITE, durable=True)
             await mgr.save(2, ODD, durable=True)
             assert await mgr.latest_step(healthy=True) == 1
@@ -468,7 +470,7 @@ def test_only_manifests_of_unhealthy_steps_are_read_and_each_once(
             assert mgr.latest_step(healthy=True) == 3
         assert sorted(read) == ["2", "4"]
         # What takes the place of a step is another one.
-        mgr.save(2, MASKED, overwrite=True).result()
+        mgr.save(2, MASKED, if_exists="replace").result()
         assert mgr.latest_step(healthy=Healthy(allow=["**"])) == 4
     assert sorted(read) == ["2", "2", "4"]
 
@@ -482,7 +484,7 @@ def test_looks_at_the_same_time_do_not_make_each_other_forget(
     async def run() -> None:
         storage = (await root_at(str(tmp_path))).storage
         found = await StepIndex(storage).refresh()
-        leaves, is_reading, may_go_on = AilingLeaves(storage), anyio.Event(), anyio.Event()
+        leaves, is_reading, may_go_on = UnhealthyLeaves(storage), anyio.Event(), anyio.Event()
 
         async def slow(storage: Any, step_dir: str, **options: Any) -> Any:
             manifest = await read_manifest(storage, step_dir, **options)
@@ -513,7 +515,7 @@ def test_looks_at_the_same_time_do_not_make_each_other_forget(
 @pytest.mark.parametrize("own_disks", [False, True], ids=["shared", "own disks"])
 def test_all_processes_of_a_job_go_back_to_the_same_step(tmp_path: Path, own_disks: bool) -> None:
     mgrs = managers(
-        tmp_path, own_disks=own_disks, vital_signs=True, preservation=LatestN(1), seconds=20.0
+        tmp_path, own_disks=own_disks, extensions=[VitalSigns()], keep=Latest(1), seconds=20.0
     )
     for step, state in {1: FINITE, 2: FINITE, 3: ODD}.items():
         saved(mgrs, step, state | {"n": step})
@@ -533,7 +535,7 @@ def test_odd_values_on_one_disk_alone_count_for_all(tmp_path: Path) -> None:
     # Large arrays that every process has for itself are not compared when they are saved.
     good, bad = {"w": np.ones(300_000, np.float32)}, {"w": np.full(300_000, np.nan, np.float32)}
     mgrs = managers(
-        tmp_path, own_disks=True, vital_signs=True, preservation=LatestN(1), seconds=20.0
+        tmp_path, own_disks=True, extensions=[VitalSigns()], keep=Latest(1), seconds=20.0
     )
     for step, second in {1: good, 2: bad, 3: bad}.items():
         saved(mgrs, step, good, second)
@@ -562,8 +564,8 @@ def test_meant_values_on_one_disk_do_not_stand_for_wrong_ones_on_another(
     mgrs = managers(
         tmp_path,
         own_disks=True,
-        vital_signs=True,
-        preservation=AnyPreservation(LatestN(1), allowing),
+        extensions=[VitalSigns()],
+        keep=ckpt.keep.Any(Latest(1), allowing),
         seconds=20.0,
     )
     for step, wrong in {1: 1.0, 2: math.nan, 3: math.nan}.items():
@@ -581,7 +583,7 @@ def test_meant_values_on_one_disk_do_not_stand_for_wrong_ones_on_another(
 def test_all_processes_go_on_from_another_step_where_one_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mgrs = managers(tmp_path, vital_signs=True, seconds=20.0)
+    mgrs = managers(tmp_path, extensions=[VitalSigns()], seconds=20.0)
     for step in (1, 2):
         saved(mgrs, step, FINITE | {"n": step})
     before_opening(monkeypatch, 2, lambda: shutil.rmtree(tmp_path / "2"))
@@ -590,7 +592,7 @@ def test_all_processes_go_on_from_another_step_where_one_is_deleted(
 
 
 def test_a_job_without_a_healthy_step_hears_it_everywhere(tmp_path: Path) -> None:
-    mgrs = managers(tmp_path, vital_signs=True, seconds=20.0)
+    mgrs = managers(tmp_path, extensions=[VitalSigns()], seconds=20.0)
     saved(mgrs, 1, ODD)
     for error in together(*(lambda m=m: m.restore(healthy=True) for m in mgrs)):
         assert isinstance(error, StepNotFoundError)

@@ -66,11 +66,11 @@ def test_a_new_run_begins_from_the_source_and_goes_on_from_its_own(
 def test_the_parent_stays_when_the_source_is_not_given_again(tmp_path: Path, base: Path) -> None:
     with CheckpointManager(tmp_path / "tuned") as mgr:
         _, state = mgr.resume(init_state, source=base / "20")
-        info = mgr.save(1, state, durable=True)
+        info = mgr.save(1, state).result()
         assert parent_of(info).step == 20
     with CheckpointManager(tmp_path / "tuned") as mgr:
         _, state = mgr.resume(init_state)
-        info = mgr.save(2, state, durable=True)
+        info = mgr.save(2, state).result()
         assert (parent_of(info).path, parent_of(info).step) == (str(base / "20"), 20)
         assert ckpt.sync.metadata(info.path).info.parent == info.parent
     # A copy of the base at that path would be another one.
@@ -82,7 +82,7 @@ def test_what_is_known_of_a_step_can_be_served(tmp_path: Path, base: Path) -> No
     """A service answers with a `StepInfo`, which pydantic then has to know."""
     with CheckpointManager(tmp_path / "tuned") as mgr:
         _, state = mgr.resume(init_state, source=base / "20")
-        info = mgr.save(1, state, durable=True)
+        info = mgr.save(1, state).result()
     served = pydantic.TypeAdapter(ckpt.StepInfo)
     assert served.validate_json(served.dump_json(info)) == info
 
@@ -90,7 +90,7 @@ def test_what_is_known_of_a_step_can_be_served(tmp_path: Path, base: Path) -> No
 def test_a_run_from_scratch_has_no_parent(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as mgr:
         _, state = mgr.resume(init_state)
-        assert mgr.save(1, state, durable=True).parent is None
+        assert mgr.save(1, state).result().parent is None
         assert mgr.metadata().info.parent is None
     assert b'"parent"' not in (tmp_path / "1/ckpt.json").read_bytes()
 
@@ -113,7 +113,7 @@ def test_with_asyncio_and_by_items(tmp_path: Path, base: Path) -> None:
             )
             assert (start, value_of(found["params"])) == (0, 3)
             assert set(found) == {"params"}
-            info = await mgr.save(0, items=found, durable=True)
+            info = await (await mgr.save(0, items=found))
             assert (parent_of(info).path, parent_of(info).step) == (str(tmp_path / "source"), None)
 
     asyncio.run(main())
@@ -149,14 +149,14 @@ def test_a_source_that_orbax_wrote(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "tuned") as mgr:
         start, state = mgr.resume(init_state, source=tmp_path / "orbax" / "7")
         assert (start, value_of(state)) == (0, 7)
-        assert parent_of(mgr.save(0, state, durable=True)).path == str(tmp_path / "orbax" / "7")
+        assert parent_of(mgr.save(0, state).result()).path == str(tmp_path / "orbax" / "7")
 
 
 def test_a_source_that_is_none(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "tuned") as mgr:
         with pytest.raises(errors.NotACheckpointError, match="nothing"):
             mgr.resume(init_state, source=tmp_path / "nothing")
-        assert mgr.save(0, state_of(0), durable=True).parent is None
+        assert mgr.save(0, state_of(0)).result().parent is None
 
 
 def test_a_root_as_the_source_is_told_what_it_holds(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from ckpt._steps.pins import (
     unpin,
 )
 from ckpt.errors import InvalidArgumentError, StepNotFoundError, StepPinnedError, StorageError
+from ckpt.storage._base import StorageTraits
 from ckpt.storage._local.storage import LocalStorage
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ class Root:
     """A store in memory; whoever is in `dead_after` dies after so many operations."""
 
     location = "memory"
-    lease_seconds = 600.0
+    traits = StorageTraits(600.0, 1 << 30, None, shares_files=False, shares_at_once=False)
 
     def __init__(self, turns: Turns, dead_after: dict[str, int] | None = None) -> None:
         self.turns = turns
@@ -105,7 +106,7 @@ class Root:
         self.written[name] = self.now
         return True
 
-    async def read_note(self, name: str, limit: int) -> bytes | None:
+    async def read(self, step_dir: str, name: str, limit: int) -> bytes | None:
         return b'{"owner": "somebody"}' if name in self.written else None
 
     async def notes(self, folder: str) -> dict[str, float]:
@@ -284,7 +285,7 @@ def test_schedules_in_which_one_dies_at_any_moment(dies: str) -> None:
             # Nobody knows whether the dead one lives.
             expected = {"evaluator": "left it", "deleter": "went without"}[dies]
             assert await {"evaluator": deleter, "deleter": evaluator}[dies](root) == expected
-        root.now += Root.lease_seconds + 1
+        root.now += Root.traits.lease_seconds + 1
         if STEP in root.steps:
             assert await evaluator(root) == "held"
             assert await deleter(root) == "deleted"

@@ -43,14 +43,14 @@ class End:
         """The committed steps; all of them whole, and nothing else left after an orderly end."""
         if self.code == 0:
             assert attempts(self.root) == []
-        with ckpt.sync.CheckpointManager(self.root, read_only=True) as mgr:
+        with ckpt.sync.CheckpointManager(self.root, mode="r") as mgr:
             steps = mgr.all_steps()
             assert all(mgr.verify(step) for step in steps)
         return steps
 
     def is_right(self) -> bool:
         """Whether the latest step holds the state after as many updates."""
-        with ckpt.sync.CheckpointManager(self.root, read_only=True) as mgr:
+        with ckpt.sync.CheckpointManager(self.root, mode="r") as mgr:
             step, w = mgr.latest_step(), mgr.restore()["w"]
         return step is not None and bool((np.asarray(w) == step + 1).all())
 

@@ -9,7 +9,7 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ import ckpt
 import ckpt.sync
 from ckpt._steps.saves.preemption import Preemption
 from ckpt.errors import InvalidArgumentError
-from ckpt.policies import FixedInterval
 from tests.support.odd_items import Odd, OddHandler
 
 PATIENCE_S = 120
@@ -134,7 +133,7 @@ def test_nothing_is_installed_unasked(tmp_path: Path) -> None:
 
 def test_handlers_are_put_back(heard: list[int]) -> None:
     before = every_handler()
-    preemption = Preemption([USR1, USR2, USR1])
+    preemption = Preemption((USR1, USR2))
     for _ in range(2):
         preemption.open()
     changed = {number for number, handler in every_handler().items() if before[number] != handler}
@@ -311,17 +310,24 @@ BAD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("wrong", BAD.values(), ids=BAD.keys())
-def test_what_is_no_signal_is_refused(tmp_path: Path, wrong: Any) -> None:
-    makers: Iterable[Callable[..., Any]] = (ckpt.CheckpointManager, ckpt.sync.CheckpointManager)
-    for make in makers:
-        with pytest.raises(InvalidArgumentError, match=r"^preemption_signals.*signal\.SIGTERM,\)"):
-            make(tmp_path, preemption_signals=wrong)
+def test_what_is_no_signal_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^Preempted\(signals.*signal\.SIGTERM,\)"):
+        ckpt.save_when.Preempted(wrong)
+
+
+def test_a_signal_that_is_given_twice_has_one_handler() -> None:
+    assert ckpt.save_when.Preempted([USR1, USR2, USR1]).signals == (USR1, USR2)
 
 
 @pytest.mark.parametrize("signals", [[], (TERM,), {15, USR1}, iter([TERM]), [signal.SIGRTMIN + 1]])
 def test_signals_are_given_in_any_collection(tmp_path: Path, signals: Any) -> None:
     before = every_handler()
-    with ckpt.sync.CheckpointManager(tmp_path, preemption_signals=signals):
+    with ckpt.sync.CheckpointManager(
+        tmp_path,
+        save_when=ckpt.save_when.Any(
+            ckpt.save_when.EverySteps(1), ckpt.save_when.Preempted(signals)
+        ),
+    ):
         pass
     assert every_handler() == before
 
@@ -331,7 +337,8 @@ def test_signals_are_given_in_any_collection(tmp_path: Path, signals: Any) -> No
 
 def test_the_step_is_saved_whatever_the_policy_says(tmp_path: Path, heard: list[int]) -> None:
     with ckpt.sync.CheckpointManager(
-        tmp_path, save_policy=FixedInterval(1000), preemption_signals=(TERM,)
+        tmp_path,
+        save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(1000), ckpt.save_when.Preempted()),
     ) as mgr:
         for step in range(100):
             if step == 7:
@@ -357,7 +364,10 @@ def test_the_step_is_saved_whatever_the_backlog_says(
 
     async def main() -> None:
         async with ckpt.CheckpointManager(
-            tmp_path, backlog=backlog, handlers=[OddHandler()], preemption_signals=(TERM,)
+            tmp_path,
+            staging=ckpt.Staging(backlog=backlog),
+            handlers=[OddHandler()],
+            save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(1), ckpt.save_when.Preempted()),
         ) as mgr:
             await mgr.save(0, Odd({"w": 0}, gate=gate))
             if backlog == "skip":
@@ -376,7 +386,8 @@ def test_the_step_is_saved_whatever_the_backlog_says(
 
 def test_a_save_that_asks_first_knows_of_the_preemption(tmp_path: Path, heard: list[int]) -> None:
     with ckpt.sync.CheckpointManager(
-        tmp_path, save_policy=FixedInterval(1000), preemption_signals=(TERM,)
+        tmp_path,
+        save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(1000), ckpt.save_when.Preempted()),
     ) as mgr:
         assert not mgr.should_save(1)
         signal.raise_signal(TERM)
@@ -389,9 +400,8 @@ def test_a_save_that_asks_first_knows_of_the_preemption(tmp_path: Path, heard: l
 def test_there_is_one_final_save_unless_it_fails(tmp_path: Path, heard: list[int]) -> None:
     with ckpt.sync.CheckpointManager(
         tmp_path,
-        save_policy=FixedInterval(1000),
         handlers=[OddHandler()],
-        preemption_signals=(TERM,),
+        save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(1000), ckpt.save_when.Preempted()),
     ) as mgr:
         signal.raise_signal(TERM)
         fire = ckpt.CheckpointError("the disk is on fire")
@@ -410,7 +420,12 @@ def test_the_second_interrupt_cancels_as_asyncio_does(tmp_path: Path) -> None:
     seen: list[bool | str] = []
 
     async def main() -> None:
-        async with ckpt.CheckpointManager(tmp_path, preemption_signals=(signal.SIGINT,)) as mgr:
+        async with ckpt.CheckpointManager(
+            tmp_path,
+            save_when=ckpt.save_when.Any(
+                ckpt.save_when.EverySteps(1), ckpt.save_when.Preempted((signal.SIGINT,))
+            ),
+        ) as mgr:
             signal.raise_signal(signal.SIGINT)
             await asyncio.sleep(0)
             seen.append(mgr.reached_preemption(0))
@@ -436,12 +451,18 @@ def test_every_way_out_puts_the_handlers_back(tmp_path: Path, heard: list[int]) 
     taken.touch()
 
     async def enters(root: Path) -> None:
-        async with ckpt.CheckpointManager(root, preemption_signals=(TERM,)):
+        async with ckpt.CheckpointManager(
+            root,
+            save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(1), ckpt.save_when.Preempted()),
+        ):
             assert every_handler() != before
             raise KeyError
 
     def enters_plainly(root: Path) -> None:
-        with ckpt.sync.CheckpointManager(root, preemption_signals=(TERM,)):
+        with ckpt.sync.CheckpointManager(
+            root,
+            save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(1), ckpt.save_when.Preempted()),
+        ):
             assert every_handler() != before
             raise KeyError
 
@@ -455,7 +476,10 @@ def test_every_way_out_puts_the_handlers_back(tmp_path: Path, heard: list[int]) 
         with pytest.raises(ckpt.CheckpointError):
             go(taken)
         assert every_handler() == before
-    mgr = ckpt.sync.CheckpointManager(tmp_path / "root", preemption_signals=(TERM,))
+    mgr = ckpt.sync.CheckpointManager(
+        tmp_path / "root",
+        save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(1), ckpt.save_when.Preempted()),
+    )
     mgr.save(0, {"w": 1})
     assert every_handler() != before, "the first save opens what nobody has entered"
     mgr.close()
@@ -464,7 +488,10 @@ def test_every_way_out_puts_the_handlers_back(tmp_path: Path, heard: list[int]) 
 
 def test_a_manager_in_another_thread_says_what_to_do(tmp_path: Path) -> None:
     def enters() -> None:
-        with ckpt.sync.CheckpointManager(tmp_path, preemption_signals=(TERM,)):
+        with ckpt.sync.CheckpointManager(
+            tmp_path,
+            save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(1), ckpt.save_when.Preempted()),
+        ):
             raise AssertionError
 
     before = set(threading.enumerate())

@@ -16,27 +16,17 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt.policies import (
-    AnyPreservation,
-    BestN,
-    CustomSteps,
-    Deletion,
-    EveryNSteps,
-    Healthy,
-    LatestN,
-    PreserveAll,
-)
 from ckpt.testing.faults import FaultyFiles
 from tests.reliability.scenarios import leftovers
 from tests.support.trees import assert_same
 
-LATEST = AnyPreservation(LatestN(2), EveryNSteps(200))
-BY_ITEM: dict[str, Any] = {"params": LATEST, "*": LatestN(2)}
+LATEST = ckpt.keep.Any(ckpt.keep.Latest(2), ckpt.keep.EverySteps(200))
+BY_ITEM: dict[str, Any] = {"params": LATEST, "*": ckpt.keep.Latest(2)}
 BOTH = ("params", "opt_state")
 
 
 def plain(root: Path, policy: Any = BY_ITEM, **options: Any) -> ckpt.sync.CheckpointManager:
-    return ckpt.sync.CheckpointManager(root, preservation=policy, **options)
+    return ckpt.sync.CheckpointManager(root, keep=policy, **options)
 
 
 def items_of(step: int) -> dict[str, Any]:
@@ -72,7 +62,7 @@ def test_each_item_stays_as_long_as_its_policy_keeps_it(root: Path) -> None:
             info = mgr.metadata(step).info
             assert_same(mgr.restore(step), {"params": items_of(step)["params"]})
             (dropped,) = info.dropped
-            assert (dropped.item, dropped.policy) == ("opt_state", "LatestN(2)")
+            assert (dropped.item, dropped.policy) == ("opt_state", "Latest(2)")
             assert dropped.nbytes > 600 * 8
             assert dropped.dropped > info.committed
             assert info.metrics == {"loss": step}
@@ -84,7 +74,7 @@ def test_each_item_stays_as_long_as_its_policy_keeps_it(root: Path) -> None:
 
 def test_in_asynchronous_code(tmp_path: Path) -> None:
     async def main() -> None:
-        async with ckpt.CheckpointManager(tmp_path, preservation=BY_ITEM) as mgr:
+        async with ckpt.CheckpointManager(tmp_path, keep=BY_ITEM) as mgr:
             for step in (0, 10, 20, 30):
                 await (await mgr.save(step, items=items_of(step)))
                 await mgr.wait_until_finished()
@@ -97,22 +87,22 @@ def test_in_asynchronous_code(tmp_path: Path) -> None:
 
 
 def test_a_mapping_that_is_changed_later_changes_nothing(tmp_path: Path) -> None:
-    policies: dict[str, Any] = {"*": LatestN(2)}
+    policies: dict[str, Any] = {"*": ckpt.keep.Latest(2)}
     with plain(tmp_path, policies) as mgr:
-        policies["params"] = LatestN(1)
+        policies["params"] = ckpt.keep.Latest(1)
         save(mgr, 1, 2, 3)
         assert left(mgr) == {2: BOTH, 3: BOTH}
 
 
 def test_items_that_no_policy_is_for_stay(tmp_path: Path) -> None:
-    with plain(tmp_path, {"opt_*": LatestN(1)}) as mgr:
+    with plain(tmp_path, {"opt_*": ckpt.keep.Latest(1)}) as mgr:
         save(mgr, 1, 2, 3)
         assert left(mgr) == {1: ("params",), 2: ("params",), 3: BOTH}
 
 
 def test_an_unnamed_state_is_the_item_default(tmp_path: Path) -> None:
     for name in ("default", "*"):
-        with plain(tmp_path / name[:1].replace("*", "s"), {name: LatestN(2)}) as mgr:
+        with plain(tmp_path / name[:1].replace("*", "s"), {name: ckpt.keep.Latest(2)}) as mgr:
             for step in range(4):
                 mgr.save(step, {"n": step}).result()
                 mgr.wait_until_finished()
@@ -121,8 +111,8 @@ def test_an_unnamed_state_is_the_item_default(tmp_path: Path) -> None:
 
 
 def test_the_policies_of_items_rank_steps(tmp_path: Path) -> None:
-    best = BestN(1, "loss", "min")
-    with plain(tmp_path, {"params": best, "*": LatestN(1)}) as mgr:
+    best = ckpt.keep.Best(1, "loss", "min")
+    with plain(tmp_path, {"params": best, "*": ckpt.keep.Latest(1)}) as mgr:
         save(mgr, 1, 2, 3)
         assert left(mgr) == {1: ("params",), 3: BOTH}
         assert mgr.best_step() == 1
@@ -132,12 +122,12 @@ def test_the_policies_of_items_rank_steps(tmp_path: Path) -> None:
 
 
 def test_the_newest_step_and_the_one_saved_last_stay_whole(tmp_path: Path) -> None:
-    none = {"params": CustomSteps([]), "*": CustomSteps([0])}
+    none = {"params": ckpt.keep.Steps([]), "*": ckpt.keep.Steps([0])}
     with plain(tmp_path, none) as mgr:
         save(mgr, 0, 30, 11, 12)
         # The run went back from 30 to 11.
         assert left(mgr) == {0: ("opt_state",), 12: BOTH, 30: BOTH}
-    with plain(tmp_path, none, deletion=Deletion(keep_latest=False)) as mgr:
+    with plain(tmp_path, none, trash=ckpt.keep.Deletion(keep_latest=False)) as mgr:
         save(mgr, 13)
         assert left(mgr) == {0: ("opt_state",), 13: BOTH}
         assert mgr.latest_step() == 13
@@ -166,7 +156,7 @@ def test_a_step_that_a_watcher_evaluates_stays_whole(root: Path) -> None:
 
 
 def test_a_watcher_gives_no_step_again_because_it_has_lost_items(tmp_path: Path) -> None:
-    with plain(tmp_path, {"params": PreserveAll(), "*": LatestN(1)}) as mgr:
+    with plain(tmp_path, {"params": ckpt.keep.All(), "*": ckpt.keep.Latest(1)}) as mgr:
         save(mgr, 1, 2)
         found = []
         for info in ckpt.sync.watch(tmp_path, until=5, timeout=60, pin=False):
@@ -177,7 +167,7 @@ def test_a_watcher_gives_no_step_again_because_it_has_lost_items(tmp_path: Path)
                 assert left(mgr)[2] == ("params",)
                 save(mgr, 4, 5)
         assert found == [1, 2, 3, 4, 5]
-        mgr.save(2, items=items_of(7), overwrite=True, force=True).result()
+        mgr.save(2, items=items_of(7), if_exists="replace", force=True).result()
         again = ckpt.sync.watch(tmp_path, until=5, timeout=60, pin=False)
         assert [info.step for info in again] == [1, 2, 3, 4, 5]
 
@@ -189,8 +179,8 @@ def test_a_dropped_item_is_told_by_name(root: Path) -> None:
     with plain(root) as mgr:
         when = f"{mgr.metadata(200).info.dropped[0].dropped:%Y-%m-%d %H:%M:%S} UTC"
         text = (
-            f"step 200, item 'opt_state': it was dropped on {when} by LatestN(2); steps that still "
-            "have it: 500, 600"
+            f"step 200, item 'opt_state': it was dropped on {when} by Latest(2); steps that "
+            "still have it: 500, 600"
         )
         for asked in ({"items": ["opt_state"]}, {"items": iter(BOTH)}, {"like": items_of(200)}):
             with pytest.raises(errors.ItemDroppedError) as caught:
@@ -206,7 +196,7 @@ def test_a_dropped_item_is_told_by_name(root: Path) -> None:
             mgr.delete(step, item="opt_state")
         with pytest.raises(errors.ItemDroppedError, match=r"by hand on .*; no step has it now"):
             mgr.restore(500, items=["opt_state"])
-    with pytest.raises(errors.ItemDroppedError, match=r"it was dropped on .* by LatestN\(2\)$"):
+    with pytest.raises(errors.ItemDroppedError, match=r"it was dropped on .* by Latest\(2\)$"):
         ckpt.sync.load(root / "200", items=["opt_state"])
 
 
@@ -220,7 +210,7 @@ def test_a_whole_restore_says_once_what_is_missing(
             mgr.restore(500)
         (text,) = (each for each in caplog.messages if "restored without" in each)
         assert text.startswith("step 200 was restored without some items: item 'opt_state' was ")
-        assert text.endswith("by LatestN(2)")
+        assert text.endswith("by Latest(2)")
         caplog.clear()
         assert tuple(ckpt.sync.load(root / "200")) == ("params",)
         assert "200 was loaded without some items: item 'opt_state' was" in caplog.text
@@ -260,20 +250,22 @@ def test_a_fallback_passes_over_steps_without_the_wanted_item(
 def test_a_pattern_for_no_item_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with plain(tmp_path, {"optimizer": LatestN(1), "*": LatestN(2)}) as mgr:
+    with plain(tmp_path, {"optimizer": ckpt.keep.Latest(1), "*": ckpt.keep.Latest(2)}) as mgr:
         save(mgr, 1, 2, 3)
         texts = [each for each in caplog.messages if "'optimizer'" in each]
         assert len(texts) == 1
         assert "the steps have the items opt_state, params" in texts[0]
         caplog.clear()
-    with plain(tmp_path, {"opt_state": LatestN(1), "*": PreserveAll()}) as mgr:
+    with plain(tmp_path, {"opt_state": ckpt.keep.Latest(1), "*": ckpt.keep.All()}) as mgr:
         save(mgr, 4, 5)
         assert caplog.messages == []
 
 
-@pytest.mark.parametrize("policy", [{}, {"params": 3}, {"a/b": LatestN(1)}])
+@pytest.mark.parametrize(
+    "policy", [{}, {"params": 0}, {"params": "x"}, {"a/b": ckpt.keep.Latest(1)}]
+)
 def test_a_wrong_mapping_is_refused_at_once(tmp_path: Path, policy: Any) -> None:
-    with pytest.raises(errors.InvalidArgumentError, match="preservation"):
+    with pytest.raises(errors.InvalidArgumentError, match="keep"):
         plain(tmp_path / "run", policy)
     assert not (tmp_path / "run").exists()
 
@@ -295,8 +287,10 @@ def test_nothing_is_written_again_where_nothing_is_to_go(root: Path) -> None:
 
 
 def test_steps_go_to_the_trash_and_items_do_not(tmp_path: Path) -> None:
-    trash = Deletion(trash="trash")
-    with plain(tmp_path, {"params": EveryNSteps(10), "*": LatestN(1)}, deletion=trash) as mgr:
+    trash = ckpt.keep.Deletion(trash="trash")
+    with plain(
+        tmp_path, {"params": ckpt.keep.EverySteps(10), "*": ckpt.keep.Latest(1)}, trash=trash
+    ) as mgr:
         save(mgr, 10, 11, 12)
         assert left(mgr) == {10: ("params",), 12: BOTH}
         assert [each.step for each in mgr.trash.steps()] == [11]
@@ -308,7 +302,7 @@ def test_steps_go_to_the_trash_and_items_do_not(tmp_path: Path) -> None:
 
 def test_files_of_others_in_a_step_are_kept(root: Path) -> None:
     (root / "500" / "notes.txt").write_text("mine")
-    with plain(root, {"params": PreserveAll(), "*": LatestN(1)}) as mgr:
+    with plain(root, {"params": ckpt.keep.All(), "*": ckpt.keep.Latest(1)}) as mgr:
         save(mgr, 700)
         assert left(mgr)[500] == ("params",)
     (kept,) = (path for path in root.rglob("notes.txt"))
@@ -318,7 +312,7 @@ def test_files_of_others_in_a_step_are_kept(root: Path) -> None:
 def test_steps_that_share_files_lose_items_one_by_one(tmp_path: Path) -> None:
     """The files of a step that is left are not those that another one has lost."""
     frozen = {"w": jnp.arange(100_000.0)}
-    with plain(tmp_path, {"params": PreserveAll(), "*": LatestN(1)}) as mgr:
+    with plain(tmp_path, {"params": ckpt.keep.All(), "*": ckpt.keep.Latest(1)}) as mgr:
         for step in range(4):
             mgr.save(step, items={"params": frozen, "opt_state": frozen}).result()
             mgr.wait_until_finished()
@@ -335,7 +329,7 @@ def test_steps_that_share_files_lose_items_one_by_one(tmp_path: Path) -> None:
 
 def listing(root: Path) -> Mapping[str, Any]:
     from ckpt._inspection.listed_steps import list_root
-    from ckpt._inspection.places import root_at
+    from ckpt._inspection.locations import root_at
 
     async def look() -> Any:
         return await list_root(await root_at(str(root)))
@@ -356,7 +350,7 @@ def test_the_note_tells_what_goes_next(root: Path) -> None:
         "drops": {},
         "without": {200: ["opt_state"], 400: ["opt_state"]},
     }
-    with plain(root, {"params": PreserveAll(), "*": LatestN(1)}) as mgr:
+    with plain(root, {"params": ckpt.keep.All(), "*": ckpt.keep.Latest(1)}) as mgr:
         save(mgr, 700)
     assert listing(root)["drops"] == {700: ["opt_state"]}
 
@@ -364,7 +358,7 @@ def test_the_note_tells_what_goes_next(root: Path) -> None:
 def test_a_note_that_is_damaged_is_not_believed(root: Path) -> None:
     note = root / ".ckpt-run" / "preservation.json"
     written = json.loads(note.read_text())
-    assert written["preservation"]["text"].startswith("params: AnyPreservation(LatestN(2)")
+    assert written["preservation"]["text"].startswith("params: Any(Latest(2)")
     wrong: list[Any] = [{}, {"a/b": {"kind": "all"}}, {"params": {"kind": "?"}}, {"params": 3}, []]
     for items in wrong:
         changed = {**written["preservation"], "items": items}
@@ -377,7 +371,7 @@ def test_a_note_that_is_damaged_is_not_believed(root: Path) -> None:
 
 
 def test_everything_is_kept_without_a_look(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with plain(root, {"params": PreserveAll(), "*": PreserveAll()}) as mgr:
+    with plain(root, {"params": ckpt.keep.All(), "*": ckpt.keep.All()}) as mgr:
         with caplog.at_level(logging.DEBUG):
             save(mgr, 700)
         assert mgr.all_steps() == [200, 400, 500, 600, 700]
@@ -387,8 +381,10 @@ def test_the_last_healthy_step_keeps_all_its_items(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, bad = {"w": np.ones(3)}, {"w": np.full(3, np.nan)}
-    policies = {"params": LatestN(3), "*": LatestN(1)}
-    with ckpt.sync.CheckpointManager(tmp_path, preservation=policies, vital_signs=True) as mgr:
+    policies = {"params": ckpt.keep.Latest(3), "*": ckpt.keep.Latest(1)}
+    with ckpt.sync.CheckpointManager(
+        tmp_path, keep=policies, extensions=[ckpt.extensions.VitalSigns()]
+    ) as mgr:
         for step, state in {1: good, 2: good, 3: bad, 4: bad}.items():
             mgr.save(step, items={"params": state, "opt": state}).result()
             mgr.wait_until_finished()
@@ -403,10 +399,10 @@ def test_the_last_healthy_step_keeps_all_its_items(
 
 
 def test_values_that_the_policy_of_an_item_allows_make_no_step_unhealthy(tmp_path: Path) -> None:
-    allowing = AnyPreservation(LatestN(1), Healthy(allow=["mask"]))
+    allowing = ckpt.keep.Any(ckpt.keep.Latest(1), ckpt.keep.Healthy(allow=["mask"]))
     masked = {"w": np.ones(3), "mask": np.full(3, -np.inf)}
     with ckpt.sync.CheckpointManager(
-        tmp_path, preservation={"*": allowing}, vital_signs=True
+        tmp_path, keep={"*": allowing}, extensions=[ckpt.extensions.VitalSigns()]
     ) as mgr:
         for step in (1, 2, 3):
             mgr.save(step, items={"params": masked}).result()

@@ -17,11 +17,12 @@ import pytest
 import ckpt
 import ckpt.step_names
 import ckpt.sync
-from ckpt import errors, policies
+from ckpt import errors
 from ckpt.storage._local import attempts, posix
+from ckpt.testing.clock import set_clock
 from ckpt.testing.faults import Effect, Fail, FaultyFiles, FileOperation
 
-Deletion = policies.Deletion
+Deletion = ckpt.keep.Deletion
 
 
 def plain(root: Path, **settings: Any) -> ckpt.sync.CheckpointManager:
@@ -35,13 +36,13 @@ def save_all(mgr: ckpt.sync.CheckpointManager, steps: Sequence[int], **metrics: 
 
 
 def names(root: Path) -> set[str]:
-    return set(os.listdir(root)) - {"metadata", ".ckpt-run"}
+    return set(os.listdir(root)) - {".ckpt-run"}
 
 
 def test_the_latest_stays_whatever_the_metric_says(tmp_path: Path) -> None:
     """Orbax's `best_fn` deletes the step that one would resume from."""
-    best = policies.BestN(1, metric="loss", mode="min")
-    with plain(tmp_path, preservation=best) as mgr:
+    best = ckpt.keep.Best(1, metric="loss", mode="min")
+    with plain(tmp_path, keep=best) as mgr:
         for step, loss in enumerate([0.1, 0.5, 0.9, 0.7]):
             mgr.save(step, {"n": step}, metrics={"loss": loss}).result()
             mgr.wait_until_finished()
@@ -51,14 +52,14 @@ def test_the_latest_stays_whatever_the_metric_says(tmp_path: Path) -> None:
 
 
 def test_the_latest_stays_also_when_the_run_has_gone_back(tmp_path: Path) -> None:
-    with plain(tmp_path, preservation=policies.CustomSteps([])) as mgr:
+    with plain(tmp_path, keep=ckpt.keep.Steps([])) as mgr:
         save_all(mgr, [30, 11, 12])
         assert mgr.all_steps() == [12, 30]
 
 
 def test_the_latest_may_go_where_that_is_asked_for(tmp_path: Path) -> None:
-    best = policies.BestN(1, metric="loss", mode="min")
-    with plain(tmp_path, preservation=best, deletion=Deletion(keep_latest=False)) as mgr:
+    best = ckpt.keep.Best(1, metric="loss", mode="min")
+    with plain(tmp_path, keep=best, trash=Deletion(keep_latest=False)) as mgr:
         for step, loss in enumerate([0.1, 0.5, 0.9]):
             mgr.save(step, {"n": step}, metrics={"loss": loss}).result()
             mgr.wait_until_finished()
@@ -70,7 +71,7 @@ def test_the_latest_may_go_where_that_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_function_says_what_is_kept(tmp_path: Path) -> None:
-    with plain(tmp_path, preservation=lambda step: step % 4 == 0) as mgr:
+    with plain(tmp_path, keep=lambda step: step % 4 == 0) as mgr:
         save_all(mgr, range(10))
         assert mgr.all_steps() == [0, 4, 8, 9]
 
@@ -81,7 +82,7 @@ def test_a_policy_that_fails_deletes_nothing_and_fails_no_save(
     def broken(step: int) -> bool:
         raise RuntimeError("no idea")
 
-    with plain(tmp_path, preservation=broken) as mgr, caplog.at_level(logging.WARNING, "ckpt"):
+    with plain(tmp_path, keep=broken) as mgr, caplog.at_level(logging.WARNING, "ckpt"):
         save_all(mgr, range(3))
         assert mgr.all_steps() == [0, 1, 2]
     assert "no idea" in caplog.text
@@ -92,7 +93,7 @@ def test_steps_are_moved_to_a_trash_folder_whole(tmp_path: Path, absolute: bool)
     root = tmp_path / "root"
     folder = tmp_path / "bin" / "of mine" if absolute else root / "trash"
     trash = folder if absolute else "trash"
-    with plain(root, preservation=policies.LatestN(1), deletion=Deletion(trash=trash)) as mgr:
+    with plain(root, keep=ckpt.keep.Latest(1), trash=trash) as mgr:
         save_all(mgr, [1, 2, 3])
         assert mgr.all_steps() == [3]
         assert sorted(os.listdir(folder)) == ["1", "2"]
@@ -106,19 +107,18 @@ def test_steps_are_moved_to_a_trash_folder_whole(tmp_path: Path, absolute: bool)
     assert ckpt.sync.verify(folder / "2")
 
 
-def test_a_trash_that_cannot_be_renamed_into_is_refused_when_the_manager_opens(
-    tmp_path: Path,
-) -> None:
+def test_a_trash_that_cannot_be_renamed_into_is_refused_by_the_first_save(tmp_path: Path) -> None:
     if not os.path.isdir("/dev/shm") or os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
         pytest.skip("there is no second file system")
     trash = Path("/dev/shm") / f"ckpt-trash-{os.getpid()}"
     try:
         with (
+            plain(tmp_path, trash=trash) as mgr,
             pytest.raises(errors.StorageError, match="another file system") as caught,
-            plain(tmp_path, deletion=Deletion(trash=trash)),
         ):
-            pass
+            mgr.save(1, {"n": 1}).result()
         assert caught.value.errno == errno.EXDEV
+        assert not (tmp_path / "1").exists()
     finally:
         trash.rmdir()
 
@@ -131,7 +131,7 @@ def test_nothing_that_others_wrote_is_touched(
     (tmp_path / "7" / "weights.bin").write_text("of another library")
     (tmp_path / "backup").mkdir()
     (tmp_path / "5").write_text("a file that looks like a step")
-    with plain(tmp_path, preservation=policies.LatestN(1)) as mgr:
+    with plain(tmp_path, keep=ckpt.keep.Latest(1)) as mgr:
         save_all(mgr, [8])
         plots = tmp_path / "8" / "plots"
         plots.mkdir()
@@ -161,7 +161,7 @@ def test_files_of_others_never_replace_each_other(tmp_path: Path) -> None:
 
 
 def test_pinned_steps_stay_until_they_are_unpinned(tmp_path: Path) -> None:
-    with plain(tmp_path, preservation=policies.LatestN(1)) as mgr:
+    with plain(tmp_path, keep=ckpt.keep.Latest(1)) as mgr:
         save_all(mgr, [1, 2])
         mgr.pin(2, "release")
         save_all(mgr, [3, 4])
@@ -175,7 +175,7 @@ def test_pinned_steps_stay_until_they_are_unpinned(tmp_path: Path) -> None:
         with pytest.raises(errors.StepNotFoundError):
             mgr.pin(3, "late")
     # It is known to everybody, also later.
-    with plain(tmp_path, preservation=policies.LatestN(1)) as mgr:
+    with plain(tmp_path, keep=ckpt.keep.Latest(1)) as mgr:
         save_all(mgr, [5])
         assert mgr.all_steps() == [2, 5]
         assert mgr.unpin(2, "release")
@@ -206,8 +206,8 @@ def test_deletions_are_bounded_in_number(tmp_path: Path, monkeypatch: pytest.Mon
                 running -= 1
 
     monkeypatch.setattr(attempts, "hide", hide)
-    one = policies.LatestN(1)
-    with plain(tmp_path, preservation=one, deletion=Deletion(concurrency=3)) as mgr:
+    one = ckpt.keep.Latest(1)
+    with plain(tmp_path, keep=one, trash=Deletion(concurrency=3)) as mgr:
         # Nine go, three at a time: any other number would wait at the barrier for ever.
         save_all(mgr, [9])
         assert mgr.all_steps() == [9]
@@ -226,7 +226,7 @@ def test_one_that_cannot_be_deleted_does_not_keep_the_others(
             raise OSError(errno.EIO, "no luck", step_dir)
         return whole(root, step_dir, *args)
 
-    with plain(tmp_path, preservation=policies.LatestN(1)) as mgr:
+    with plain(tmp_path, keep=ckpt.keep.Latest(1)) as mgr:
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "ckpt"):
             patch.setattr(attempts, "hide", hide)
             assert mgr.save(5, {"n": 5}).result()
@@ -244,8 +244,8 @@ def test_a_deletion_that_is_cut_off_is_finished_by_the_next_manager(
     def remove_nothing(path: Path) -> None:
         raise OSError(errno.EIO, "cut off", str(path))
 
-    one = policies.LatestN(1)
-    with plain(tmp_path, preservation=one) as mgr, monkeypatch.context() as patch:
+    one = ckpt.keep.Latest(1)
+    with plain(tmp_path, keep=one) as mgr, monkeypatch.context() as patch:
         patch.setattr(posix, "remove_tree", remove_nothing)
         save_all(mgr, [1, 2])
         assert mgr.all_steps() == [2]
@@ -258,9 +258,9 @@ def test_a_deletion_that_is_cut_off_is_finished_by_the_next_manager(
 def test_one_line_and_one_event_for_every_deletion(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    events: list[ckpt.Event] = []
+    events: list[ckpt.types.Event] = []
     with (
-        plain(tmp_path, preservation=policies.LatestN(1), observers=[events.append]) as mgr,
+        plain(tmp_path, keep=ckpt.keep.Latest(1), observers=[events.append]) as mgr,
         caplog.at_level(logging.INFO, "ckpt"),
     ):
         save_all(mgr, range(4))
@@ -273,42 +273,43 @@ def test_one_line_and_one_event_for_every_deletion(
     assert ends == [(0, "ok"), (1, "ok"), (2, "ok"), (3, "skipped")]
 
 
-@pytest.mark.parametrize("deletion", ["trash", 3, Deletion, {"trash": "x"}])
-def test_what_is_no_deletion_is_refused(tmp_path: Path, deletion: Any) -> None:
-    with pytest.raises(errors.InvalidArgumentError, match="deletion"):
-        plain(tmp_path, deletion=deletion)
+@pytest.mark.parametrize("trash", ["", 3, ckpt.keep.Deletion, {"trash": "x"}])
+def test_what_is_no_trash_is_refused(tmp_path: Path, trash: Any) -> None:
+    with pytest.raises(errors.InvalidArgumentError, match="trash"):
+        plain(tmp_path, trash=trash)
 
 
 def test_two_thousand_steps_with_every_policy_on(tmp_path: Path) -> None:
     """Under a clock that tells what the test wants; what is kept is what the policies say."""
     now = 1_000_000.0
-    save_policy = policies.AnySave(
-        policies.Initial(),
-        policies.FixedInterval(50),
-        policies.SpecificSteps([3, 777]),
-        policies.EverySeconds(400),
-        policies.Continuous(300),
+    save_policy = ckpt.save_when.Any(
+        ckpt.save_when.First(),
+        ckpt.save_when.EverySteps(50),
+        ckpt.save_when.Steps([3, 777]),
+        ckpt.save_when.EverySeconds(400),
+        ckpt.save_when.Continuously(300),
         # Saving takes real time, so under this clock nearly none.
-        policies.BoundedOverhead(1e-6),
-        policies.OnPreemption(),
+        ckpt.save_when.BoundedOverhead(1e-6),
+        ckpt.save_when.Preempted(),
         lambda step, previous, context: step == 1999,
     )
     members = (
-        policies.LatestN(3),
-        policies.EveryNSteps(500),
-        policies.EveryNStepsClosest(400),
-        policies.EveryNSeconds(3000),
-        policies.LatestDuration(900),
-        policies.BestN(2, metric="loss", mode="min"),
-        policies.CustomSteps([777]),
+        ckpt.keep.Latest(3),
+        ckpt.keep.EverySteps(500),
+        ckpt.keep.ClosestToEvery(400),
+        ckpt.keep.EverySeconds(3000),
+        ckpt.keep.Newer(900),
+        ckpt.keep.Best(2, metric="loss", mode="min"),
+        ckpt.keep.Steps([777]),
         lambda step: step == 3,
     )
-    preservation = policies.AnyPreservation(*members)
-    model: dict[int, policies.SavedStep] = {}
+    preservation = ckpt.keep.Any(*members)
+    model: dict[int, ckpt.keep.SavedStep] = {}
     saved = 0
-    with plain(
-        tmp_path, save_policy=save_policy, preservation=preservation, clock=lambda: now
-    ) as mgr:
+    with (
+        set_clock(lambda: now),
+        plain(tmp_path, save_when=save_policy, keep=preservation) as mgr,
+    ):
         for step in range(2000):
             now += 10.0
             loss = float((step * 7919) % 1000)
@@ -321,9 +322,9 @@ def test_two_thousand_steps_with_every_policy_on(tmp_path: Path) -> None:
             commit.result()
             mgr.wait_until_finished()
             saved += 1
-            model[step] = policies.SavedStep(step, now, {"loss": loss})
+            model[step] = ckpt.keep.SavedStep(step, now, {"loss": loss})
             every = [model[each] for each in sorted(model)]
-            kept = set().union(*(policies.steps_kept(each, every, now) for each in members))
+            kept = set().union(*(ckpt.keep.steps_kept(each, every, now) for each in members))
             model = {each: model[each] for each in sorted(kept | {step, max(model)})}
             assert mgr.all_steps() == sorted(model)
         assert 60 < saved < 1000
@@ -339,17 +340,17 @@ def test_what_is_moved_to_the_trash_is_what_was_listed(
 ) -> None:
     with plain(tmp_path) as mgr:
         save_all(mgr, range(3))
-    whole = policies.steps_kept
+    whole = ckpt.keep.steps_kept
     with plain(tmp_path) as other:
 
         def kept(*args: Any) -> Any:
             # After the steps were listed.
-            other.save(1, {"n": "new"}, overwrite=True).result()
+            other.save(1, {"n": "new"}, if_exists="replace").result()
             return whole(*args)
 
-        one, trash = policies.LatestN(1), Deletion(trash="trash")
-        with plain(tmp_path, preservation=one, deletion=trash) as mgr:
-            monkeypatch.setattr("ckpt._steps.removal.superfluous.steps_kept", kept)
+        one, trash = ckpt.keep.Latest(1), Deletion(trash="trash")
+        with plain(tmp_path, keep=one, trash=trash) as mgr:
+            monkeypatch.setattr("ckpt._steps.removal.deletion_plan.steps_kept", kept)
             save_all(mgr, [3])
             assert mgr.all_steps() == [1, 3]
             assert mgr.restore(1) == {"n": "new"}
@@ -370,15 +371,15 @@ def test_a_step_that_is_saved_anew_while_others_are_deleted_stays(
         assert go_on.wait(60)
         return whole(root, step_dir, *args)
 
-    one = policies.LatestN(1)
-    with plain(tmp_path, preservation=one, deletion=Deletion(concurrency=1)) as mgr:
+    one = ckpt.keep.Latest(1)
+    with plain(tmp_path, keep=one, trash=Deletion(concurrency=1)) as mgr:
         with monkeypatch.context() as patch:
             patch.setattr(attempts, "hide", hide)
             mgr.save(100, {"n": 100}).result()
             assert begun.wait(60)
             try:
                 # The deletions after the save of 100 wait with the first of them.
-                assert mgr.save(3, {"n": -3}, overwrite=True).result()
+                assert mgr.save(3, {"n": -3}, if_exists="replace").result()
             finally:
                 go_on.set()
             mgr.wait_until_finished()
@@ -397,10 +398,10 @@ def test_another_process_that_saves_a_step_anew_wins(
     def hide(root: Path, step_dir: str, *args: Any) -> Any:
         if step_dir == "0":
             with plain(tmp_path) as other:
-                other.save(0, {"n": "new"}, overwrite=True).result()
+                other.save(0, {"n": "new"}, if_exists="replace").result()
         return whole(root, step_dir, *args)
 
-    with plain(tmp_path, preservation=policies.LatestN(1)) as mgr:
+    with plain(tmp_path, keep=ckpt.keep.Latest(1)) as mgr:
         with monkeypatch.context() as patch:
             patch.setattr(attempts, "hide", hide)
             save_all(mgr, [2])
@@ -430,13 +431,13 @@ def test_saves_that_follow_each_other_delete_one_after_the_other_and_nothing_twi
                 running -= 1
 
     monkeypatch.setattr(attempts, "hide", hide)
-    events: list[ckpt.Event] = []
+    events: list[ckpt.types.Event] = []
     with (
         caplog.at_level(logging.INFO, "ckpt"),
         plain(
             tmp_path,
-            preservation=policies.LatestN(1),
-            deletion=Deletion(concurrency=1),
+            keep=ckpt.keep.Latest(1),
+            trash=Deletion(concurrency=1),
             observers=[events.append],
         ) as mgr,
     ):
@@ -457,12 +458,12 @@ def test_a_replaced_step_leaves_the_files_of_others(tmp_path: Path) -> None:
     with plain(tmp_path) as mgr:
         save_all(mgr, [3])
         (tmp_path / "3" / "eval.json").write_text("mine")
-        mgr.save(3, {"n": -3}, overwrite=True).result()
+        mgr.save(3, {"n": -3}, if_exists="replace").result()
         assert mgr.restore(3) == {"n": -3}
     assert (tmp_path / "3.others" / "eval.json").read_text() == "mine"
     ckpt.sync.save(tmp_path / "one", {"n": 1})
     (tmp_path / "one" / "notes.txt").write_text("mine")
-    ckpt.sync.save(tmp_path / "one", {"n": 2}, overwrite=True)
+    ckpt.sync.save(tmp_path / "one", {"n": 2}, if_exists="replace")
     assert (tmp_path / "one.others" / "notes.txt").read_text() == "mine"
 
 
@@ -472,14 +473,14 @@ def test_a_trash_among_the_steps_is_refused(tmp_path: Path, trash: str) -> None:
         (tmp_path / "link").unlink(missing_ok=True)
         (tmp_path / "link").symlink_to(tmp_path)
         with pytest.raises(errors.InvalidArgumentError, match="trash"):
-            plain(tmp_path, deletion=Deletion(trash=path))
+            plain(tmp_path, trash=path)
 
 
 def test_a_trash_that_could_be_a_step_by_the_names_in_use_is_refused(tmp_path: Path) -> None:
     names = ckpt.step_names.Standard("ckpt")
     with pytest.raises(errors.InvalidArgumentError, match="trash"):
-        plain(tmp_path, step_names=names, deletion=Deletion(trash="ckpt_5"))
-    plain(tmp_path, deletion=Deletion(trash="ckpt_5")).close()
+        plain(tmp_path, step_names=names, trash="ckpt_5")
+    plain(tmp_path, trash="ckpt_5").close()
 
 
 @pytest.mark.parametrize("absolute", [False, True])
@@ -490,11 +491,11 @@ def test_a_trash_folder_that_is_not_there_is_made_again(tmp_path: Path, absolute
         save_all(mgr, [1, 2])
     deletion = Deletion(trash=folder if absolute else "trash")
     # Never entered, so nobody has made the folder.
-    mgr = plain(root, deletion=deletion)
+    mgr = plain(root, trash=deletion)
     mgr.delete(1)
     mgr.close()
     assert os.listdir(folder) == ["1"]
-    with plain(root, preservation=policies.LatestN(1), deletion=deletion) as mgr:
+    with plain(root, keep=ckpt.keep.Latest(1), trash=deletion) as mgr:
         # That is how one empties it.
         shutil.rmtree(folder)
         save_all(mgr, [3])
@@ -528,7 +529,7 @@ def test_a_step_that_may_not_be_read_is_named(
             inside = operation.path == "2/ckpt.json" and operation.name == name
             return Fail(errno.EACCES) if inside else None
 
-        with plain(tmp_path, read_only=True) as mgr, FaultyFiles(tmp_path, refused, sync=False):
+        with plain(tmp_path, mode="r") as mgr, FaultyFiles(tmp_path, refused, sync=False):
             caplog.clear()
             assert mgr.all_steps() == [1, 3]
             [warning] = [each.getMessage() for each in caplog.records]
@@ -537,3 +538,36 @@ def test_a_step_that_may_not_be_read_is_named(
             assert mgr.all_steps() == [1, 3]
             assert mgr.latest_step() == 3
             assert len(caplog.records) == 1
+
+
+class Marked:
+    """Keeps the steps whose metadata says so, and remembers what it saw."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def keep(self, steps: Sequence[ckpt.keep.SavedStep], now: float) -> set[int]:
+        self.seen.append({each.step: each.custom_metadata for each in steps})
+        return {each.step for each in steps if (each.custom_metadata or {}).get("kind") == "keep"}
+
+
+@pytest.mark.parametrize("form", ["alone", "among others", "of an item"])
+def test_a_policy_of_ones_own_sees_the_metadata_of_steps(tmp_path: Path, form: str) -> None:
+    marked = Marked()
+    forms: dict[str, Any] = {
+        "alone": marked,
+        "among others": ckpt.keep.Any(ckpt.keep.EverySteps(100), marked),
+        "of an item": {"*": marked},
+    }
+    with plain(tmp_path, keep=forms[form]) as mgr:
+        for step in range(1, 6):
+            kind = "keep" if step in (1, 3) else "replace"
+            mgr.save(step, {"n": step}, custom_metadata={"kind": kind}, durable=True)
+            mgr.wait_until_finished()
+        assert mgr.all_steps() == [1, 3, 5]
+    assert marked.seen[-1] == {
+        1: {"kind": "keep"},
+        3: {"kind": "keep"},
+        4: {"kind": "replace"},
+        5: {"kind": "replace"},
+    }

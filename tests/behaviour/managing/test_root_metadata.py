@@ -19,43 +19,110 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt import errors, policies
+from ckpt import errors
 from ckpt._settings import Timeouts
 from ckpt._steps.root_metadata import read_root_metadata, write_root_metadata
+from ckpt.storage import Local
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.testing.faults import Effect, Fail, FaultyFiles, FileOperation
 
 
-def plain(root: Path, **settings: Any) -> ckpt.sync.CheckpointManager:
+def names(root: Path) -> list[str]:
+    return sorted(os.listdir(root))
+
+
+def plain(root: Path | Local, **settings: Any) -> ckpt.sync.CheckpointManager:
     return ckpt.sync.CheckpointManager(root, **settings)
 
 
 def test_the_first_metadata_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with plain(tmp_path, metadata={"run": "a", "lr": 0.1}) as mgr:
-        assert mgr.root_metadata() == {"run": "a", "lr": 0.1}
+    with plain(tmp_path, custom_metadata={"run": "a", "lr": 0.1}) as mgr:
+        mgr.save(1, {"n": 1})
     with caplog.at_level(logging.WARNING, "ckpt"):
-        with plain(tmp_path, metadata={"run": "a", "lr": 0.1}):
-            pass
+        with plain(tmp_path, custom_metadata={"run": "a", "lr": 0.1}) as mgr:
+            mgr.save(2, {"n": 2})
         assert not caplog.messages
-        with plain(tmp_path, metadata={"run": "a", "lr": 0.2, "new": 1}) as mgr:
+        with plain(tmp_path, custom_metadata={"run": "a", "lr": 0.2, "new": 1}) as mgr:
+            for step in (3, 4):
+                mgr.save(step, {"n": step})
             assert mgr.root_metadata() == {"run": "a", "lr": 0.1}
     (line,) = caplog.messages
     assert "lr, new" in line
-    with plain(tmp_path, read_only=True) as mgr:
+    with plain(tmp_path, mode="r") as mgr:
         assert mgr.root_metadata() == {"run": "a", "lr": 0.1}
 
 
 def test_a_root_without_metadata_takes_the_first_that_come(tmp_path: Path) -> None:
     with plain(tmp_path) as mgr:
+        mgr.save(1, {"n": 1})
         assert mgr.root_metadata() == {}
-    with plain(tmp_path, metadata={"run": 1}) as mgr:
-        assert mgr.root_metadata() == {"run": 1}
+    assert names(tmp_path) == ["1"]
+    with plain(tmp_path, custom_metadata={"run": 1}) as mgr:
+        mgr.save(2, {"n": 2})
     with plain(tmp_path) as mgr:
         assert mgr.root_metadata() == {"run": 1}
 
 
+def test_opening_makes_the_directory_and_the_first_save_the_rest(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    options: dict[str, Any] = {
+        "custom_metadata": {"run": 1},
+        "keep": ckpt.keep.Latest(2),
+        "trash": "trash",
+    }
+    with plain(root, **options) as mgr:
+        assert mgr.root_metadata() == {"run": 1}
+        assert mgr.should_save(1)
+        assert mgr.resume({"n": 0}) == (0, {"n": 0})
+        assert names(root) == []
+        mgr.save(1, {"n": 1}).result()
+        assert names(root) == [".ckpt-run", "1", "metadata", "trash"]
+    with plain(tmp_path / "other", **options) as mgr, mgr.partial(1) as part:
+        part.save({"n": 1})
+    assert names(tmp_path / "other") == names(root)
+
+
+def test_a_run_with_tiers_says_it_of_every_place(tmp_path: Path) -> None:
+    near, root = tmp_path / "near", tmp_path / "run"
+    with plain(root, tiers=[ckpt.tiers.Tier(near)], custom_metadata={"run": 1}) as mgr:
+        assert "metadata" not in names(root) + names(near)
+        mgr.save(1, {"n": 1}).in_root.result()
+    for place in (near, root):
+        assert anyio.run(read_root_metadata, LocalStorage(place, Timeouts())) == {"run": 1}
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_who_only_reads_sees_what_it_was_given_where_nothing_is_stored(
+    tmp_path: Path, is_there: bool
+) -> None:
+    if is_there:
+        ckpt.sync.save(tmp_path / "run" / "1", {"n": 1})
+    with plain(tmp_path / "run", mode="r", custom_metadata={"run": 1}) as mgr:
+        assert mgr.root_metadata() == {"run": 1}
+    assert names(tmp_path) == (["run"] if is_there else [])
+
+
+def test_metadata_that_orbax_had_in_its_old_form_stay_what_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = tmp_path / "metadata" / "metadata"
+    with ocp.CheckpointManager(tmp_path) as theirs:
+        theirs.save(1, args=ocp.args.StandardSave({"w": np.ones(3)}))
+    old.parent.mkdir()
+    old.write_text('{"run": "old"}')
+    for given in (None, {"run": "old"}, {"run": "new"}):
+        with plain(tmp_path, custom_metadata=given) as mgr:
+            assert mgr.root_metadata() == {"run": "old"}
+            mgr.save(len(mgr.all_steps()) + 1, {"w": np.ones(3)})
+        assert names(old.parent) == ["metadata"]
+        assert old.read_text() == '{"run": "old"}'
+    assert ["differs now" in line for line in caplog.messages] == [True]
+    with ocp.CheckpointManager(tmp_path) as theirs:
+        assert theirs.metadata().custom_metadata == {"run": "old"}
+
+
 def test_orbax_reads_the_metadata_of_the_root_and_we_read_its(tmp_path: Path) -> None:
-    with plain(tmp_path / "ours", metadata={"run": "a"}) as mgr:
+    with plain(tmp_path / "ours", custom_metadata={"run": "a"}) as mgr:
         mgr.save(1, {"w": np.ones(3)}).result()
     with ocp.CheckpointManager(tmp_path / "ours") as theirs:
         assert theirs.metadata().custom_metadata == {"run": "a"}
@@ -68,7 +135,7 @@ def test_orbax_reads_the_metadata_of_the_root_and_we_read_its(tmp_path: Path) ->
 @pytest.mark.parametrize("metadata", [3, "run", ["a"], {"x": object()}, {"x": float("nan")}])
 def test_metadata_that_are_no_json_are_refused(tmp_path: Path, metadata: Any) -> None:
     with pytest.raises(errors.InvalidArgumentError, match="metadata"):
-        plain(tmp_path / "root", metadata=metadata)
+        plain(tmp_path / "root", custom_metadata=metadata)
     assert not (tmp_path / "root").exists()
 
 
@@ -87,31 +154,30 @@ def test_metadata_that_would_come_back_as_others_are_refused(
     tmp_path: Path, metadata: Any, said: str
 ) -> None:
     with pytest.raises(errors.InvalidArgumentError, match=said):
-        plain(tmp_path / "root", metadata=metadata)
+        plain(tmp_path / "root", custom_metadata=metadata)
     with plain(tmp_path / "root") as mgr:
         with pytest.raises(errors.InvalidArgumentError, match=said) as caught:
-            mgr.save(1, {"w": np.ones(3)}, metadata=metadata)
+            mgr.save(1, {"w": np.ones(3)}, custom_metadata=metadata)
         assert caught.value.step == 1
         with pytest.raises(errors.InvalidArgumentError, match=said):
-            ckpt.sync.save(tmp_path / "one", {"w": np.ones(3)}, metadata=metadata)
+            ckpt.sync.save(tmp_path / "one", {"w": np.ones(3)}, custom_metadata=metadata)
         assert mgr.all_steps() == []
 
 
 def test_tuples_in_metadata_come_back_as_lists(tmp_path: Path) -> None:
     given = {"t": (1, {"u": (2,)}), "": None}
-    with plain(tmp_path, metadata=given) as mgr:
-        mgr.save(1, {"w": np.ones(3)}, metadata=given).result()
-        assert (
-            mgr.metadata(1).info.metadata == mgr.root_metadata() == {"t": [1, {"u": [2]}], "": None}
-        )
+    with plain(tmp_path, custom_metadata=given) as mgr:
+        mgr.save(1, {"w": np.ones(3)}, custom_metadata=given).result()
+        kept = mgr.metadata(1).info.custom_metadata
+        assert kept == mgr.root_metadata() == {"t": [1, {"u": [2]}], "": None}
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"custom_metadata": 3}'])
 def test_damaged_metadata_of_the_root_stop_no_step(tmp_path: Path, content: str) -> None:
-    with plain(tmp_path) as mgr:
+    with plain(tmp_path, custom_metadata={"run": 1}) as mgr:
         mgr.save(1, {"n": 1}).result()
     (tmp_path / "metadata" / "_ROOT_METADATA").write_text(content)
-    with plain(tmp_path) as mgr:
+    with plain(tmp_path, custom_metadata={"run": 1}) as mgr:
         mgr.save(2, {"n": 2}).result()
         assert mgr.restore() == {"n": 2}
         with pytest.raises(errors.CorruptCheckpointError, match="_ROOT_METADATA"):
@@ -127,9 +193,10 @@ def test_what_else_orbax_says_of_a_root_stays(tmp_path: Path) -> None:
         note.write_text(json.dumps(said))
         with plain(tmp_path) as mgr:
             assert mgr.root_metadata() == {}
+            mgr.save(1, {"n": 1}, if_exists="replace")
         assert json.loads(note.read_text()) == said
-        with plain(tmp_path, metadata={"run": "a"}) as mgr:
-            assert mgr.root_metadata() == {"run": "a"}
+        with plain(tmp_path, custom_metadata={"run": "a"}) as mgr:
+            mgr.save(2, {"n": 1}, if_exists="replace")
         assert json.loads(note.read_text()) == said | {"custom_metadata": {"run": "a"}}
 
 
@@ -140,11 +207,12 @@ class Late(LocalStorage):
         super().__init__(root, Timeouts())
         self.others = list(others)
 
-    async def read_note(self, name: str, limit: int) -> bytes | None:
-        data = await super().read_note(name, limit)
+    async def read(self, step_dir: str, path: str, limit: int) -> bytes | None:
+        data = await super().read(step_dir, path, limit)
         if self.others:
-            await write_root_metadata(LocalStorage(Path(self.location), Timeouts()), self.others[0])
-            del self.others[0]
+            # Before anything is awaited: the other one looks, too.
+            other = self.others.pop()
+            await write_root_metadata(LocalStorage(Path(self.location), Timeouts()), other or {})
         return data
 
 
@@ -183,14 +251,14 @@ def test_a_note_that_comes_and_goes_is_not_waited_for(
 def test_metadata_of_the_root_that_may_not_be_read_stop_no_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
-    with plain(tmp_path, metadata={"run": "a"}) as mgr:
+    with plain(tmp_path, custom_metadata={"run": "a"}) as mgr:
         mgr.save(1, {"n": 1}).result()
 
     def refused(operation: FileOperation) -> Effect | None:
         return Fail(code) if operation.path == "metadata/_ROOT_METADATA" else None
 
     with FaultyFiles(tmp_path, refused, sync=False):
-        with plain(tmp_path, metadata={"run": "b"}) as mgr:
+        with plain(tmp_path, custom_metadata={"run": "b"}) as mgr:
             mgr.save(2, {"n": 2}).result()
             assert mgr.all_steps() == [1, 2]
             assert mgr.restore(1) == {"n": 1}
@@ -202,34 +270,35 @@ def test_metadata_of_the_root_that_may_not_be_read_stop_no_step(
         assert mgr.root_metadata() == {"run": "a"}
 
 
-def test_other_errors_are_told_when_a_root_is_opened(tmp_path: Path) -> None:
+def test_other_errors_are_told_by_the_first_save(tmp_path: Path) -> None:
     def failing(operation: FileOperation) -> Effect | None:
         return Fail(errno.EIO) if operation.path == "metadata/_ROOT_METADATA" else None
 
-    with (
-        plain(tmp_path),
-        FaultyFiles(tmp_path, failing, sync=False),
-        pytest.raises(errors.StorageError, match="_ROOT_METADATA"),
-        plain(tmp_path),
-    ):
-        pass
+    with plain(tmp_path, custom_metadata={"run": "a"}) as mgr:
+        mgr.save(1, {"n": 1})
+    with plain(tmp_path, custom_metadata={"run": "a"}) as mgr:
+        with (
+            FaultyFiles(tmp_path, failing, sync=False),
+            pytest.raises(errors.StorageError, match="_ROOT_METADATA"),
+        ):
+            mgr.save(2, {"n": 2}).result()
+        # The next one tries again.
+        mgr.save(2, {"n": 2}).result()
 
 
 def test_a_root_that_is_not_to_be_made_has_to_be_there(tmp_path: Path) -> None:
     root = tmp_path / "runs" / "a"
-    with pytest.raises(errors.StorageError, match="create=False"), plain(root, create=False):
+    with pytest.raises(errors.StorageError, match="may not be made here"), plain(root, mode="r+"):
         pass
-    with pytest.raises(errors.StorageError, match="create=False"):
-        plain(root, create=False, read_only=True).__enter__()
-    mgr = plain(root, create=False)
-    with pytest.raises(errors.StorageError, match="create=False"):
+    mgr = plain(root, mode="r+")
+    with pytest.raises(errors.StorageError, match="may not be made here"):
         mgr.latest_step()
-    with pytest.raises(errors.StorageError, match="create=False"):
+    with pytest.raises(errors.StorageError, match="may not be made here"):
         mgr.save(1, {"n": 1})
     mgr.close()
     assert not root.parent.exists()
     root.mkdir(parents=True)
-    with plain(root, create=False) as mgr:
+    with plain(root, mode="r+") as mgr:
         assert mgr.save(1, {"n": 1}).result()
 
 
@@ -240,7 +309,7 @@ def test_directories_and_files_get_the_permissions_asked_for(
     root = tmp_path / "runs" / "a"
     before = os.umask(umask)
     try:
-        with plain(root, permission_mode=mode) as mgr:
+        with plain(Local(root, permission_mode=mode)) as mgr:
             mgr.save(1, {"w": np.ones(300_000), "n": 1}).result()
     finally:
         os.umask(before)
@@ -275,11 +344,13 @@ def test_so_does_all_that_lies_beside_the_steps(tmp_path: Path, mode: int, umask
 
     before = os.umask(umask)
     try:
-        trash = policies.Deletion(trash="trash")
+        trash = ckpt.keep.Deletion(trash="trash")
         with (
             FaultyFiles(root, look_before, sync=False),
-            plain(root, permission_mode=mode, metadata={"run": "a"}, deletion=trash) as mgr,
-            plain(root, permission_mode=mode) as second,
+            plain(
+                Local(root, permission_mode=mode), custom_metadata={"run": "a"}, trash=trash
+            ) as mgr,
+            plain(Local(root, permission_mode=mode)) as second,
         ):
             for step in (1, 2, 3):
                 mgr.save(step, {"w": np.ones(3)}).result()
@@ -325,4 +396,4 @@ def test_no_permission_is_changed_on_the_loop(
 @pytest.mark.parametrize("mode", [0o077, 0o600, -1, 0o10700, "0o750", 7.0, True])
 def test_permissions_that_cannot_be_meant_are_refused(tmp_path: Path, mode: Any) -> None:
     with pytest.raises(errors.InvalidArgumentError, match="permission_mode"):
-        plain(tmp_path, permission_mode=mode)
+        Local(tmp_path, permission_mode=mode)

@@ -16,20 +16,20 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt import errors, policies
+from ckpt import errors
+from ckpt.testing.clock import set_clock
 from tests.support.simulated_job import FAR, closed, managers, saved, together
 
-TRASH = policies.Deletion(trash="trash")
+TRASH = "trash"
 
 
 @pytest.fixture(params=["disk", "elsewhere", "store"])
 def opening(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """How a manager is opened whose steps go to a trash."""
     if request.param == "store":
-        return {"root": f"memory://{uuid.uuid4().hex}/run", "deletion": TRASH}
-    away = policies.Deletion(trash=tmp_path / "bin")
-    deletion = TRASH if request.param == "disk" else away
-    return {"root": tmp_path / "run", "deletion": deletion}
+        return {"root": f"memory://{uuid.uuid4().hex}/run", "trash": TRASH}
+    trash = TRASH if request.param == "disk" else tmp_path / "bin"
+    return {"root": tmp_path / "run", "trash": trash}
 
 
 def state(step: int, seed: int = 0) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_a_step_comes_back_as_it_was(opening: dict[str, Any]) -> None:
         assert mgr.all_steps() == [1, 2, 3]
         assert mgr.verify(2).ok
         assert mgr.metrics(2) == {"loss": 2.0}
-    with ckpt.sync.CheckpointManager(opening["root"], read_only=True) as other:
+    with ckpt.sync.CheckpointManager(opening["root"], mode="r") as other:
         assert other.all_steps() == [1, 2, 3]
         assert np.array_equal(other.restore(2)["w"], np.arange(1000) + 2)
 
@@ -75,7 +75,7 @@ def test_with_asyncio(opening: dict[str, Any]) -> None:
 
 
 def test_what_a_policy_deleted_comes_back(opening: dict[str, Any]) -> None:
-    with ckpt.sync.CheckpointManager(**opening, preservation=policies.LatestN(1)) as mgr:
+    with ckpt.sync.CheckpointManager(**opening, keep=ckpt.keep.Latest(1)) as mgr:
         save(mgr, 1, 2, 3)
         mgr.wait_until_finished()
         assert [each.step for each in mgr.trash.steps()] == [1, 2]
@@ -119,7 +119,7 @@ def test_nothing_takes_the_place_of_a_step(opening: dict[str, Any]) -> None:
 
 def test_only_what_is_old_enough_goes(opening: dict[str, Any]) -> None:
     now = time.time()
-    with ckpt.sync.CheckpointManager(**opening, clock=lambda: now) as mgr:
+    with set_clock(lambda: now), ckpt.sync.CheckpointManager(**opening) as mgr:
         save(mgr, 1, 2)
         mgr.delete(1)
         mgr.delete(2)
@@ -130,7 +130,7 @@ def test_only_what_is_old_enough_goes(opening: dict[str, Any]) -> None:
 
 
 def test_nothing_of_an_emptied_trash_is_left_on_a_disk(tmp_path: Path) -> None:
-    with ckpt.sync.CheckpointManager(tmp_path, deletion=TRASH) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, trash=TRASH) as mgr:
         save(mgr, 1)
         mgr.delete(1)
         (tmp_path / "trash" / "notes.txt").write_text("mine")
@@ -139,7 +139,7 @@ def test_nothing_of_an_emptied_trash_is_left_on_a_disk(tmp_path: Path) -> None:
     assert list((tmp_path / ".ckpt-trash").iterdir()) == []
     (tmp_path / ".ckpt-trash").rmdir()
     left = {each.name for each in tmp_path.iterdir()}
-    assert left == {"trash", "metadata", ".ckpt-run"}
+    assert left == {"trash", ".ckpt-run"}
 
 
 def test_a_step_that_is_not_there_is_named(opening: dict[str, Any]) -> None:
@@ -156,14 +156,14 @@ def test_a_step_that_is_not_there_is_named(opening: dict[str, Any]) -> None:
 def test_without_a_trash_the_calls_say_what_to_do(tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
         for call in (mgr.trash.steps, lambda: mgr.trash.undelete(1), mgr.trash.empty):
-            with pytest.raises(errors.InvalidArgumentError, match=r"Deletion\(trash="):
+            with pytest.raises(errors.InvalidArgumentError, match='trash="trash"'):
                 call()
 
 
 @pytest.mark.parametrize("age", [-1, float("nan"), float("inf"), "a day", True, None])
 def test_an_age_is_a_number_of_seconds(age: Any, tmp_path: Path) -> None:
     with (
-        ckpt.sync.CheckpointManager(tmp_path, deletion=TRASH) as mgr,
+        ckpt.sync.CheckpointManager(tmp_path, trash=TRASH) as mgr,
         pytest.raises(errors.InvalidArgumentError, match="older_than"),
     ):
         mgr.trash.empty(older_than=age)
@@ -173,7 +173,7 @@ def test_a_read_only_manager_only_looks(opening: dict[str, Any]) -> None:
     with ckpt.sync.CheckpointManager(**opening) as mgr:
         save(mgr, 1, 2)
         mgr.delete(1)
-    with ckpt.sync.CheckpointManager(**opening, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(**opening, mode="r") as mgr:
         assert [each.step for each in mgr.trash.steps()] == [1]
         with pytest.raises(errors.ReadOnlyError):
             mgr.trash.undelete(1)
@@ -184,12 +184,12 @@ def test_a_read_only_manager_only_looks(opening: dict[str, Any]) -> None:
 @pytest.mark.parametrize("trash", ["/tmp/bin", Path("/tmp/bin")])
 def test_a_path_is_no_trash_of_a_store(trash: Any) -> None:
     with pytest.raises(errors.InvalidArgumentError, match="expected a plain name"):
-        ckpt.sync.CheckpointManager("memory://a/b", deletion=policies.Deletion(trash=trash))
+        ckpt.sync.CheckpointManager("memory://a/b", trash=trash)
 
 
 def test_names_with_a_prefix(tmp_path: Path) -> None:
     names = ckpt.step_names.Standard("run", 4)
-    with ckpt.sync.CheckpointManager(tmp_path, deletion=TRASH, step_names=names) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, trash=TRASH, step_names=names) as mgr:
         for seed in (1, 2):
             save(mgr, 7, seed=seed)
             mgr.delete(7)
@@ -200,7 +200,7 @@ def test_names_with_a_prefix(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("own_disks", [False, True])
 def test_all_processes_of_a_job_take_a_step_back(own_disks: bool, tmp_path: Path) -> None:
-    mgrs = managers(tmp_path, seconds=FAR, own_disks=own_disks, deletion=TRASH)
+    mgrs = managers(tmp_path, seconds=FAR, own_disks=own_disks, trash=TRASH)
     saved(mgrs, 3)
     saved(mgrs, 4)
     together(*(lambda m=m: m.delete(3) for m in mgrs))
@@ -226,10 +226,10 @@ def test_it_is_logged(opening: dict[str, Any], caplog: pytest.LogCaptureFixture)
 
 
 def test_roots_that_share_a_trash_keep_their_own_steps(tmp_path: Path) -> None:
-    shared = policies.Deletion(trash=tmp_path / "bin")
+    shared = ckpt.keep.Deletion(trash=tmp_path / "bin")
     with (
-        ckpt.sync.CheckpointManager(tmp_path / "a", deletion=shared) as a,
-        ckpt.sync.CheckpointManager(tmp_path / "b", deletion=shared) as b,
+        ckpt.sync.CheckpointManager(tmp_path / "a", trash=shared) as a,
+        ckpt.sync.CheckpointManager(tmp_path / "b", trash=shared) as b,
     ):
         for mgr, seed in ((a, 1), (b, 2)):
             save(mgr, 100, seed=seed)
@@ -241,7 +241,7 @@ def test_roots_that_share_a_trash_keep_their_own_steps(tmp_path: Path) -> None:
 
 
 def test_what_others_put_into_the_folder_is_left_alone(tmp_path: Path) -> None:
-    with ckpt.sync.CheckpointManager(tmp_path, deletion=TRASH) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, trash=TRASH) as mgr:
         save(mgr, 1, 2)
         mgr.delete(1)
         photos = tmp_path / "trash" / "2024"
@@ -258,7 +258,7 @@ def test_what_others_put_into_the_folder_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_files_of_others_in_a_step_are_never_removed(tmp_path: Path) -> None:
-    with ckpt.sync.CheckpointManager(tmp_path, deletion=TRASH) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, trash=TRASH) as mgr:
         save(mgr, 1)
         (tmp_path / "1" / "notes.txt").write_text("mine")
         mgr.delete(1)
@@ -282,11 +282,11 @@ def test_when_it_was_deleted_does_not_change(opening: dict[str, Any]) -> None:
 
 def test_a_step_under_another_of_its_names_is_in_the_way(tmp_path: Path) -> None:
     plain, padded = ckpt.step_names.Standard(), ckpt.step_names.Standard("ckpt", 8)
-    with ckpt.sync.CheckpointManager(tmp_path, deletion=TRASH) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, trash=TRASH) as mgr:
         save(mgr, 5, seed=1)
         mgr.delete(5)
     both = ckpt.step_names.Composite(padded, plain)
-    with ckpt.sync.CheckpointManager(tmp_path, deletion=TRASH, step_names=both) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, trash=TRASH, step_names=both) as mgr:
         save(mgr, 5, seed=2)
         with pytest.raises(errors.StepExistsError, match="ckpt_00000005 exists"):
             mgr.trash.undelete(5)
@@ -301,7 +301,7 @@ def test_a_very_old_age_empties_nothing(opening: dict[str, Any]) -> None:
 
 
 def test_where_every_process_has_its_disk_only_the_same_save_comes_back(tmp_path: Path) -> None:
-    mgrs = managers(tmp_path, seconds=FAR, own_disks=True, deletion=TRASH)
+    mgrs = managers(tmp_path, seconds=FAR, own_disks=True, trash=TRASH)
     for _ in range(2):
         saved(mgrs, 3)
         together(*(lambda m=m: m.delete(3) for m in mgrs))

@@ -75,7 +75,7 @@ def test_a_manager_watches_its_own_root_under_its_own_names(tmp_path: Path) -> N
     with ckpt.sync.CheckpointManager(tmp_path, step_names=names) as trainer:
         for step in (3, 6):
             trainer.save(step, state(step), durable=True)
-        with ckpt.sync.CheckpointManager(tmp_path, step_names=names, read_only=True) as mgr:
+        with ckpt.sync.CheckpointManager(tmp_path, step_names=names, mode="r") as mgr:
             found = []
             for info in mgr.watch(until=6, poll_interval=QUICK):
                 found.append(info.step)
@@ -89,7 +89,7 @@ def test_a_manager_watches_its_own_root_under_its_own_names(tmp_path: Path) -> N
 
         async def main() -> list[int | None]:
             async with (
-                ckpt.CheckpointManager(tmp_path, step_names=names, read_only=True) as reader,
+                ckpt.CheckpointManager(tmp_path, step_names=names, mode="r") as reader,
                 reader.watch(timeout=0) as steps,
             ):
                 return [info.step async for info in steps]
@@ -114,7 +114,7 @@ def test_each_new_step_is_given_once(tmp_path: Path) -> None:
         save(tmp_path, 3)
         assert next(watch).step == 3
         # Overwritten, or deleted and saved again: a new one.
-        save(tmp_path, 2, overwrite=True)
+        save(tmp_path, 2, if_exists="replace")
         assert next(watch).step == 2
         delete(tmp_path, 1)
         save(tmp_path, 1, 4)
@@ -370,7 +370,7 @@ def test_a_trainer_that_is_killed_ends_the_watch_after_its_time_limit(tmp_path: 
                 break
         trainer.send_signal(signal.SIGKILL)
         trainer.wait(PATIENCE_S)
-    with ckpt.sync.CheckpointManager(tmp_path, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, mode="r") as mgr:
         left = mgr.all_steps()
         after = found[-1]
         rest = []

@@ -272,7 +272,7 @@ def test_an_evaluator_can_restore_every_step_it_is_handed(tmp_path: Path) -> Non
     found = []
     with (
         child("save_onward", tmp_path, last + 1) as trainer,
-        ckpt.sync.CheckpointManager(tmp_path, read_only=True) as mgr,
+        ckpt.sync.CheckpointManager(tmp_path, mode="r") as mgr,
         ckpt.sync.watch(tmp_path, until=last, timeout=PATIENCE_S, poll_interval=0.001) as watch,
     ):
         for info in watch:
@@ -293,7 +293,7 @@ def test_an_evaluator_can_restore_every_step_it_is_handed(tmp_path: Path) -> Non
 
 
 def save_one_more(root: Path, step: int) -> None:
-    with ckpt.sync.CheckpointManager(root, preservation=ckpt.policies.LatestN(1)) as mgr:
+    with ckpt.sync.CheckpointManager(root, keep=ckpt.keep.Latest(1)) as mgr:
         mgr.save(step, state(step))
 
 

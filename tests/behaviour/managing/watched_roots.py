@@ -33,7 +33,7 @@ def save(root: Path, *steps: int, **how: Any) -> None:
 
 
 def pinned(root: Path) -> set[int]:
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         return set(mgr.pins())
 
 

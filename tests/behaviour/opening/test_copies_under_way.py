@@ -54,11 +54,11 @@ def copied(source: Path, copy: Path, chance: random.Random) -> Iterator[None]:
 def test_a_copied_step_is_seen_when_it_is_whole(source: Path, tmp_path: Path, seed: int) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(source / "1", copy / "1")
-    with ckpt.sync.CheckpointManager(copy, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(copy, mode="r") as mgr:
         for _ in copied(source / "2", copy / "2", random.Random(seed)):
             assert mgr.latest_step() == 1
             assert mgr.all_steps() == [1]
-            with ckpt.sync.CheckpointManager(copy, read_only=True) as other:
+            with ckpt.sync.CheckpointManager(copy, mode="r") as other:
                 assert_same(other.restore(), state(1))
         assert mgr.all_steps() == [1, 2]
         assert_same(mgr.restore(), {"state": state(2), "config": {"lr": 0.1}})
@@ -73,7 +73,7 @@ def half_of_step_2(source: Path) -> Path:
 
 def test_half_a_step_is_named_once(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     cut = half_of_step_2(source)
-    with ckpt.sync.CheckpointManager(source, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(source, mode="r") as mgr:
         for _ in range(3):
             assert mgr.latest_step() == 1
             assert mgr.all_steps() == [1]
@@ -84,7 +84,7 @@ def test_half_a_step_is_named_once(source: Path, caplog: pytest.LogCaptureFixtur
 
 def test_half_a_step_that_is_asked_for_raises(source: Path) -> None:
     half_of_step_2(source)
-    with ckpt.sync.CheckpointManager(source, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(source, mode="r") as mgr:
         with pytest.raises(ckpt.errors.CorruptCheckpointError, match=r"'w'.* it has 1000 bytes"):
             mgr.restore(2)
         assert not mgr.verify(2).ok
@@ -125,11 +125,11 @@ def test_a_step_that_is_replaced_while_it_is_looked_at_stays(
 
         def replace_first(top: str, sizes: dict[str, int]) -> str | None:
             monkeypatch.setattr(posix, "cut_file", look)
-            mgr.save(2, state(5), overwrite=True).result()
+            mgr.save(2, state(5), if_exists="replace").result()
             return look(top, sizes)
 
         monkeypatch.setattr(posix, "cut_file", replace_first)
-        with ckpt.sync.CheckpointManager(source, read_only=True) as other:
+        with ckpt.sync.CheckpointManager(source, mode="r") as other:
             assert other.all_steps() == [1, 2]
             assert_same(other.restore(), state(5))
 
@@ -159,10 +159,10 @@ def test_of_many_files_the_largest_are_looked_at(
     monkeypatch.setattr("ckpt._steps.index._MOST_FILES", 1)
     small, *_, largest = sorted((source / "2").rglob("*"), key=lambda path: path.stat().st_size)
     small.unlink()
-    with ckpt.sync.CheckpointManager(source, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(source, mode="r") as mgr:
         assert mgr.all_steps() == [1, 2]
     largest.unlink()
-    with ckpt.sync.CheckpointManager(source, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(source, mode="r") as mgr:
         assert mgr.all_steps() == [1]
 
 
@@ -175,7 +175,7 @@ def test_paths_of_a_hostile_manifest_hide_no_other_step(source: Path, path: str)
     size = (source / "1" / "ckpt.json").stat().st_size
     changed["files"] = {path: {"size": size, "digest": "0" * 32}}
     rewrite(source / "2", changed)
-    with ckpt.sync.CheckpointManager(source, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(source, mode="r") as mgr:
         assert mgr.all_steps() == [1]
         assert mgr.latest_step() == 1
 
@@ -191,5 +191,5 @@ def test_a_file_that_may_not_be_looked_at_is_left_to_its_readers(
         return look(path)
 
     monkeypatch.setattr(os, "lstat", refuse)
-    with ckpt.sync.CheckpointManager(source, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(source, mode="r") as mgr:
         assert mgr.all_steps() == [1, 2]

@@ -117,11 +117,11 @@ def test_without_create_such_a_root_is_refused(kind: str, tmp_path: Path) -> Non
     make(tmp_path / "run")
     with (
         pytest.raises(StepNotFoundError, match=r"step_names=ckpt\.step_names") as caught,
-        ckpt.sync.CheckpointManager(tmp_path / "run", create=False),
+        ckpt.sync.CheckpointManager(tmp_path / "run", mode="r+"),
     ):
         pass
     assert written in str(caught.value)
-    with ckpt.sync.CheckpointManager(tmp_path / "run", create=False, step_names=names) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path / "run", mode="r+", step_names=names) as mgr:
         assert mgr.latest_step() == 20
 
 
@@ -160,7 +160,7 @@ def test_a_folder_too_high_names_the_roots_in_it(
     assert "'a' with 1, 20; 'b' with 1, 20" in said
     with (
         pytest.raises(StepNotFoundError, match="'a' with 1, 20"),
-        ckpt.sync.CheckpointManager(tmp_path, create=False),
+        ckpt.sync.CheckpointManager(tmp_path, mode="r+"),
     ):
         pass
     with pytest.raises(NotACheckpointError, match="'a' with 1, 20"):
@@ -172,7 +172,8 @@ def test_files_of_flax_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         (tmp_path / f"checkpoint_{step}").write_bytes(flax.serialization.to_bytes(STATE))
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
         (said,) = warnings(caplog)
-        assert "2 checkpoints, such as 'checkpoint_20', as files of Flax" in said
+        assert "2 checkpoints, such as 'checkpoint_20'" in said
+        assert "pass step_names=ckpt.step_names.Standard('checkpoint')" in said
         start, state = mgr.resume(FRESH, source=tmp_path / "checkpoint_20")
         assert start == 0
         assert state["w"].tolist() == [0, 1, 2, 3]
@@ -191,7 +192,7 @@ def test_what_is_not_read_is_named_too(tmp_path: Path, caplog: pytest.LogCapture
 def test_nothing_is_said_of_other_folders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("logs", "events_1", "profile-2"):
         (tmp_path / name).mkdir()
-    with ckpt.sync.CheckpointManager(tmp_path, create=False) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, mode="r+") as mgr:
         assert mgr.resume(FRESH)[0] == 0
         mgr.save(0, STATE)
     ckpt.sync.save(tmp_path / "final", STATE)

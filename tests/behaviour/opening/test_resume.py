@@ -170,7 +170,7 @@ def test_damaged_steps_are_passed_over_one_by_one(
     root = make_root(tmp_path / "run")
     damage(root / "3")
     damage(root / "2")
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         assert mgr.restore(fallback=True)["w"][0] == 1
         first, second = warnings_of(caplog)
         assert "step 3 is passed over" in first
@@ -196,9 +196,9 @@ def test_in_a_store_a_step_whose_manifest_was_changed_is_passed_over(
         caplog.clear()
         assert mgr.resume(state(0))[0] == 2
         assert any("step 2 is passed over" in each for each in warnings_of(caplog))
-        with pytest.raises(errors.StepExistsError, match=r"is damaged .*overwrite=True"):
+        with pytest.raises(errors.StepExistsError, match=r"is damaged .*if_exists='replace'"):
             mgr.save(2, state(2))
-        mgr.save(2, state(2), overwrite=True, durable=True)
+        mgr.save(2, state(2), if_exists="replace", durable=True)
         assert mgr.restore(2)["w"][0] == 2
 
 
@@ -208,9 +208,9 @@ def test_in_a_store_a_damaged_step_is_replaced_when_that_is_asked_for() -> None:
         index = mgr._service.root.index
         attempt = anyio.run(index.refresh)[1].attempt
         index.passed_over[1] = PassedOver(attempt, "its data is damaged")
-        with pytest.raises(errors.StepExistsError, match=r"is damaged .*overwrite=True"):
+        with pytest.raises(errors.StepExistsError, match=r"is damaged .*if_exists='replace'"):
             mgr.save(1, state(2))
-        mgr.save(1, state(2), overwrite=True, durable=True)
+        mgr.save(1, state(2), if_exists="replace", durable=True)
         assert mgr.restore(1)["w"][0] == 2
 
 
@@ -236,7 +236,9 @@ def test_a_step_that_goes_while_the_target_is_made_is_not_resumed(
     tmp_path: Path, healthy: bool
 ) -> None:
     """It is looked for before the function is called, and restored afterwards."""
-    with ckpt.sync.CheckpointManager(tmp_path / "run", vital_signs=True) as mgr:
+    with ckpt.sync.CheckpointManager(
+        tmp_path / "run", extensions=[ckpt.extensions.VitalSigns()]
+    ) as mgr:
         for step in (1, 2, 3):
             mgr.save(step, state(step))
 
@@ -256,7 +258,7 @@ def test_a_step_that_is_replaced_while_the_target_is_made_is_the_new_one(tmp_pat
 
     def fresh() -> dict[str, Any]:
         with ckpt.sync.CheckpointManager(root) as other:
-            other.save(3, {"w": jnp.full(4096, 7.0), "step": jnp.int32(7)}, overwrite=True)
+            other.save(3, {"w": jnp.full(4096, 7.0), "step": jnp.int32(7)}, if_exists="replace")
         return state(0)
 
     with ckpt.sync.CheckpointManager(root) as mgr:
@@ -273,7 +275,7 @@ def test_a_step_that_was_replaced_since_is_not_moved_aside(tmp_path: Path) -> No
         ckpt.sync.CheckpointManager(root) as other,
     ):
         assert mgr.resume(state(0))[0] == 3
-        other.save(3, state(3), overwrite=True, durable=True)
+        other.save(3, state(3), if_exists="replace", durable=True)
         with pytest.raises(errors.StepExistsError):
             mgr.save(3, state(4))
         assert not (root / "damaged").exists()
@@ -373,6 +375,6 @@ def test_wrong_arguments(call: Any, message: str, tmp_path: Path) -> None:
 
 def test_a_reader_resumes_as_well(tmp_path: Path) -> None:
     root = make_root(tmp_path / "run")
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         start, found = mgr.resume(state(0))
         assert (start, int(found["step"])) == (4, 3)

@@ -56,7 +56,7 @@ def test_a_damaged_latest_step_is_named_once_and_saved_anew(
         assert mgr.all_steps() == [1, 2]
         assert warnings_of(caplog) == []
         # A run that goes on from step 2 comes to step 3 again.
-        assert mgr.save(3, state(3.5), durable=True).step == 3
+        assert mgr.save(3, state(3.5), durable=True)
         (warning,) = warnings_of(caplog)
         assert "step 3 is saved anew" in warning
         assert str(root / "damaged" / "3") in warning
@@ -90,7 +90,7 @@ def test_a_step_whose_manifest_was_changed_behind_its_head_is_listed_and_saved_a
             ckpt.sync.load(root / "3")
         caplog.clear()
         # A run that goes on from step 2 comes to step 3 again.
-        assert mgr.save(3, state(3.5), durable=True).step == 3
+        assert mgr.save(3, state(3.5), durable=True)
         (warning,) = warnings_of(caplog)
         assert "step 3 is saved anew" in warning
         assert "changed after it" in warning
@@ -111,7 +111,7 @@ def test_damage_between_two_looks_is_told_at_the_second(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = make_root(tmp_path / "run")
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         assert mgr.all_steps() == [1, 2, 3]
         assert warnings_of(caplog) == []
         flip_head(root / "1")
@@ -195,11 +195,11 @@ def test_a_step_of_a_later_version_is_not_called_damaged(
 PROGRAM = """
 import logging, os, sys
 import ckpt.sync
-with ckpt.sync.CheckpointManager(sys.argv[1], read_only=True) as mgr:
+with ckpt.sync.CheckpointManager(sys.argv[1], mode="r") as mgr:
     mgr.restore()  # everything is imported
 os.setuid(65534)
 logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
-with ckpt.sync.CheckpointManager(sys.argv[1], read_only=True) as mgr:
+with ckpt.sync.CheckpointManager(sys.argv[1], mode="r") as mgr:
     print(mgr.all_steps(), mgr.latest_step())
     try:
         mgr.restore(3)

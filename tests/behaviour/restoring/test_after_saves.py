@@ -96,7 +96,7 @@ def test_a_step_that_is_being_replaced_is_there_as_it_was(tmp_path: Path) -> Non
     gate = threading.Event()
     with plain_manager(tmp_path) as mgr:
         mgr.save(0, tree(0), durable=True)
-        mgr.save(0, Odd(tree(5), gate=gate), overwrite=True)
+        mgr.save(0, Odd(tree(5), gate=gate), if_exists="replace")
         assert mgr.steps_in_progress() == [0]
         assert value(mgr.restore(0)) == 0
         gate.set()

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import ckpt
 import ckpt.sync
-from ckpt._engine.restore import blank_arrays, destinations, device_arrays
+from ckpt._engine.restore import destinations, device_arrays, uninitialized_arrays
 from tests.support.trees import assert_same
 
 DEVICES = jax.devices()
@@ -50,12 +50,12 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
     monkeypatch.setattr(destinations, "LEAST_BLANK", least)
 
     def blank(*args: Any) -> Any:
-        arrays = blank_arrays.blank_arrays(*args)
+        arrays = uninitialized_arrays.uninitialized_arrays(*args)
         assert arrays is not None
         found.extend(array for parts in arrays for array in parts)
         return arrays
 
-    monkeypatch.setattr(destinations, "blank_arrays", blank)
+    monkeypatch.setattr(destinations, "uninitialized_arrays", blank)
     return found
 
 
@@ -144,10 +144,10 @@ def test_options_that_look_at_the_content_of_arrays(
     made: list[Any] = []
 
     def blank(*args: Any) -> Any:
-        made.append(blank_arrays.blank_arrays(*args))
+        made.append(uninitialized_arrays.uninitialized_arrays(*args))
         return made[-1]
 
-    monkeypatch.setattr(destinations, "blank_arrays", blank)
+    monkeypatch.setattr(destinations, "uninitialized_arrays", blank)
     monkeypatch.setattr(destinations, "LEAST_BLANK", 0)
     saved = state()
     ckpt.sync.save(tmp_path / "x", saved)
@@ -166,8 +166,10 @@ def test_where_jax_makes_no_blank_arrays_they_are_copied(
     def refuse(*_: Any) -> Any:
         raise RuntimeError("no such custom call")
 
-    monkeypatch.setattr(destinations, "blank_arrays", blank_arrays.blank_arrays)
-    monkeypatch.setattr(blank_arrays, "_program", refuse)
+    monkeypatch.setattr(
+        destinations, "uninitialized_arrays", uninitialized_arrays.uninitialized_arrays
+    )
+    monkeypatch.setattr(uninitialized_arrays, "_program", refuse)
     saved = state()
     ckpt.sync.save(tmp_path / "x", saved)
     assert_same(ckpt.sync.load(tmp_path / "x", like=saved), saved)

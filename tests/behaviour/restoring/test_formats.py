@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import orbax.checkpoint as ocp0
 import pytest
 import tensorstore as ts
 from orbax.checkpoint import v1 as ocp
 
 import ckpt
+import ckpt.sync
 from ckpt import ArrayFormat, Blosc, Zstd
 from tests.support.manifests import document_of, leaf_rows
 from tests.support.trees import P, abstract, mesh, sharded
@@ -331,7 +333,7 @@ def test_a_refused_format_leaves_nothing_behind(
         with pytest.raises(error, match=message):
             manager.save(1, state)
         assert manager.all_steps() == []
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metadata"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == []
     with pytest.raises(error, match=message):
         ckpt.sync.save(tmp_path / "one", state, formats=formats)
     assert not (tmp_path / "one").exists()
@@ -362,3 +364,17 @@ def test_the_asyncio_api_takes_formats_too(tmp_path: Path) -> None:
             assert [leaf.get("codec") for leaf in leaves_of(path).values()] == [None, "zstd"]
 
     anyio.run(main)
+
+
+def test_a_dtype_alone_is_for_the_floating_arrays_of_a_train_state(tmp_path: Path) -> None:
+    """Optimizers count their steps in int32, which no pattern has to name."""
+    params = {"w": jnp.ones((4, 3))}
+    state: dict[str, Any] = {"params": params, "opt": optax.adam(1e-3).init(params), "step": 3}
+    ckpt.sync.save(tmp_path / "half", state, formats="bfloat16")
+    found = ckpt.sync.load(tmp_path / "half")
+    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(found["params"])}
+    assert dtypes == {"bfloat16"}
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(found["opt"])} == {"int32", "bfloat16"}
+    with ckpt.sync.CheckpointManager(tmp_path / "run", formats=jnp.bfloat16) as mgr:
+        mgr.save(0, state)
+        assert mgr.restore(0)["params"]["w"].dtype == jnp.bfloat16

@@ -130,6 +130,23 @@ def test_models_of_others_with_other_orders_of_names(tmp_path: Path) -> None:
     assert found["b"]["w"].tolist() == [[1] * 3] * 4
 
 
+def test_one_array_in_one_checkpoint_may_be_two_in_another(tmp_path: Path) -> None:
+    one, two = jnp.full(3, 1.0), jnp.full(3, 2.0)
+    ckpt.sync.save(tmp_path / "tied", {"a": one, "b": one, "c": one})
+    ckpt.sync.save(tmp_path / "split", {"a": two, "b": two * 5, "c": two})
+    for weight in (0.25, 0.75):
+        weights = {tmp_path / "tied": weight, tmp_path / "split": 1 - weight}
+        written = tmp_path / f"mean of {weight}"
+        ckpt.sync.convert(weights, written)
+        for found in (ckpt.sync.merge(weights), ckpt.sync.load(written)):
+            expected = {"a": 2, "b": 10, "c": 2}
+            for name, other in expected.items():
+                assert found[name].tolist() == [weight + (1 - weight) * other] * 3, (weight, name)
+    weights = {tmp_path / "tied": 0.75, tmp_path / "split": 0.25}
+    merged = ckpt.sync.merge(weights)
+    assert merged["a"] is merged["c"]
+
+
 def test_items_by_name(tmp_path: Path) -> None:
     for number in (1, 2):
         items = {"model": {"w": jnp.full(3, float(number))}, "notes": f"run {number}"}

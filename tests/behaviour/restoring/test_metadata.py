@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 import ckpt
 from ckpt._steps.step_metadata import LeafInfo
-from ckpt._tree.table import size_text
+from ckpt._tree.table import format_bytes
 from tests.support.trees import P, mesh, sharded, structure
 
 
@@ -138,7 +138,7 @@ def test_the_text_for_notebooks_is_html_that_runs_nothing(saved: Path) -> None:
 def test_sizes_are_written_as_people_read_them() -> None:
     expected = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 1010 << 10: "1010 KiB", 5 << 30: "5 GiB"}
     expected |= {1 << 62: "4096 PiB"}
-    assert {nbytes: size_text(nbytes) for nbytes in expected} == expected
+    assert {nbytes: format_bytes(nbytes) for nbytes in expected} == expected
 
 
 CHILD = """
@@ -179,7 +179,7 @@ def test_a_target_that_has_a_record_for_a_class_says_so(
     ckpt.sync.save(tmp_path / "x", {"layer": make_unknown()})
     info = ckpt.sync.metadata(tmp_path / "x")
     assert not caplog.records
-    assert isinstance(info.target()["layer"], ckpt.UnknownNode)
+    assert isinstance(info.target()["layer"], ckpt.types.UnknownNode)
     (record,) = caplog.records
     assert "Local" in record.getMessage()
     assert "PyTreeHandler(classes=[...])" in record.getMessage()

@@ -114,15 +114,6 @@ def test_with_asyncio(checkpoint: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_forgotten_await_is_told(checkpoint: Path) -> None:
-    async def main() -> None:
-        array = await ckpt.open_array(checkpoint, "params.w")
-        with pytest.raises(errors.NotAwaitedError, match="await array"):
-            array[0][1]  # type: ignore[index]
-
-    asyncio.run(main())
-
-
 def test_a_flipped_byte_is_found(checkpoint: Path) -> None:
     data = max((checkpoint / "default" / "d").iterdir(), key=lambda each: each.stat().st_size)
     with data.open("r+b") as file:

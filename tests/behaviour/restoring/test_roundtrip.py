@@ -217,14 +217,14 @@ def test_results_do_not_share_memory_with_each_other_or_the_library(tmp_path: Pa
 def test_metadata_tells_everything_but_the_values(tmp_path: Path) -> None:
     tree = {"w": sharded(np.ones((8, 4), jnp.bfloat16), "data", None), "n": 3, "v": np.ones(2)}
     info = ckpt.sync.save(
-        tmp_path / "x", tree, metrics={"loss": float("nan")}, metadata={"run": ["a", 1]}
+        tmp_path / "x", tree, metrics={"loss": float("nan")}, custom_metadata={"run": ["a", 1]}
     )
     found = asyncio.run(ckpt.metadata(tmp_path / "x"))
     assert found.info.metrics is not None
     assert info.metrics is not None
     assert found.info == info or np.isnan(found.info.metrics["loss"])
     assert np.isnan(info.metrics["loss"])
-    assert info.metadata == {"run": ["a", 1]}
+    assert info.custom_metadata == {"run": ["a", 1]}
     assert info.nbytes == 8 * 4 * 2 + 16
     leaf = found.tree["w"]
     assert (leaf.shape, leaf.dtype, leaf.kind) == ((8, 4), jnp.bfloat16, "jax")

@@ -117,13 +117,15 @@ def test_every_combination_works(
         jax.enable_x64(x64),
         jax.set_mesh(MESHES[mesh] if mesh else None),
         chosen_settings(names),
-        ckpt.sync.CheckpointManager(root, staging=ckpt.Staging(mode=mode), vital_signs=True) as mgr,
+        ckpt.sync.CheckpointManager(
+            root, staging=ckpt.Staging(mode=mode), extensions=[ckpt.extensions.VitalSigns()]
+        ) as mgr,
     ):
         for step in range(2):
             mgr.save(step, tree)
         mgr.wait_until_finished()
         found: Any = mgr.restore(1)
-        placed: Any = mgr.restore(1, like, adapt=ckpt.Adapt(extra="ignore"), verify="device")
+        placed: Any = mgr.restore(1, like, adapt=ckpt.Adapt(extra="ignore"), check_devices=True)
         copied = mgr.restore(1, tree, memory="buffers")
     for name, each in tree.items():
         for other in (found, placed, copied):

@@ -235,7 +235,7 @@ def test_an_array_beyond_the_budget_is_read_once_whatever_wants_it(
     sources = ("8 transposed", "3 by columns", "8 by rows")
     tree = {name: put(base, layouts()[name]) for name in sources}
     staging = ckpt.Staging(budget_bytes=MIB)
-    events: list[ckpt.Event] = []
+    events: list[ckpt.types.Event] = []
     with ckpt.sync.CheckpointManager(tmp_path, staging=staging, observers=[events.append]) as mgr:
         mgr.save(0, tree)
         mgr.wait_until_finished()

@@ -37,7 +37,7 @@ def fails(*_: Any) -> None:
 
 
 def names(root: Path) -> set[str]:
-    return set(os.listdir(root)) - {"metadata"} if root.exists() else set()
+    return set(os.listdir(root)) if root.exists() else set()
 
 
 def on(backend: str, main: Callable[[], Any]) -> None:

@@ -16,7 +16,7 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt._api.background import background_saves
+from ckpt._calls.background import background_saves
 from ckpt.handlers import Deferred
 from tests.support.gated_item import PATIENCE_S, Gate, GateHandler
 
@@ -27,7 +27,7 @@ def state(value: float = 1.0) -> dict[str, Any]:
 
 def test_it_returns_before_the_checkpoint_is_there(tmp_path: Path) -> None:
     gate = Gate()
-    commit = ckpt.sync.save_async(tmp_path / "a", gate, handlers=[GateHandler()])
+    commit = ckpt.sync.save(tmp_path / "a", gate, handlers=[GateHandler()], durable=False)
     assert gate.reached.wait(PATIENCE_S)
     assert not commit.done()
     assert not (tmp_path / "a").exists()
@@ -45,12 +45,16 @@ def test_what_is_donated_or_changed_afterwards_is_saved_as_it_was(
         commits = []
         for number in range(4):
             given = state(number)
-            commits.append(await ckpt.save_async(tmp_path / str(number), given, metadata=number))
+            commits.append(
+                await ckpt.save(
+                    tmp_path / str(number), given, custom_metadata=number, durable=False
+                )
+            )
             given["w"].delete()
             given["b"][:] = -1
         for number, commit in enumerate(commits):
             info = await commit
-            assert info.metadata == number
+            assert info.custom_metadata == number
             found = await ckpt.load(info.path)
             assert (np.asarray(found["w"]) == number).all()
             assert (found["b"] == number).all()
@@ -61,7 +65,7 @@ def test_what_is_donated_or_changed_afterwards_is_saved_as_it_was(
 def test_all_saves_share_one_thread_and_its_memory(tmp_path: Path) -> None:
     threads: list[threading.Thread] = []
     for number in range(3):
-        commit = ckpt.sync.save_async(tmp_path / str(number), state())
+        commit = ckpt.sync.save(tmp_path / str(number), state(), durable=False)
         ended = threading.Event()
 
         def note(_: ckpt.Commit, ended: threading.Event = ended) -> None:
@@ -82,13 +86,13 @@ def test_all_saves_share_one_thread_and_its_memory(tmp_path: Path) -> None:
 
 def test_errors_are_raised_where_they_belong(tmp_path: Path) -> None:
     with pytest.raises(errors.UnsupportedLeafError, match="leaf 'w'"):
-        ckpt.sync.save_async(tmp_path / "a", {"w": object()})
+        ckpt.sync.save(tmp_path / "a", {"w": object()}, durable=False)
     with pytest.raises(errors.InvalidArgumentError, match="nothing to save"):
-        ckpt.sync.save_async(tmp_path / "a")
-    ckpt.sync.save_async(tmp_path / "a", state()).result(PATIENCE_S)
+        ckpt.sync.save(tmp_path / "a", durable=False)
+    ckpt.sync.save(tmp_path / "a", state(), durable=False).result(PATIENCE_S)
     with pytest.raises(errors.StepExistsError, match="Choose another path"):
-        ckpt.sync.save_async(tmp_path / "a", state())
-    ckpt.sync.save_async(tmp_path / "a", state(2), overwrite=True).result(PATIENCE_S)
+        ckpt.sync.save(tmp_path / "a", state(), durable=False)
+    ckpt.sync.save(tmp_path / "a", state(2), if_exists="replace", durable=False).result(PATIENCE_S)
     assert ckpt.sync.load(tmp_path / "a")["b"][0] == 2
     # One save's error is no other's.
     gate = Gate()
@@ -103,9 +107,9 @@ def test_errors_are_raised_where_they_belong(tmp_path: Path) -> None:
 
             return Deferred(fail)
 
-    failing = ckpt.sync.save_async(tmp_path / "b", gate, handlers=[Failing()])
+    failing = ckpt.sync.save(tmp_path / "b", gate, handlers=[Failing()], durable=False)
     gate.open()
-    ckpt.sync.save_async(tmp_path / "c", state()).result(PATIENCE_S)
+    ckpt.sync.save(tmp_path / "c", state(), durable=False).result(PATIENCE_S)
     with pytest.raises(errors.HandlerError, match="mine"):
         failing.result(PATIENCE_S)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c"]
@@ -113,7 +117,7 @@ def test_errors_are_raised_where_they_belong(tmp_path: Path) -> None:
 
 def test_a_cancelled_one_leaves_nothing(tmp_path: Path) -> None:
     gate = Gate()
-    commit = ckpt.sync.save_async(tmp_path / "a", gate, handlers=[GateHandler()])
+    commit = ckpt.sync.save(tmp_path / "a", gate, handlers=[GateHandler()], durable=False)
     assert gate.reached.wait(PATIENCE_S)
     assert commit.cancel()
     gate.open()
@@ -124,8 +128,8 @@ def test_a_cancelled_one_leaves_nothing(tmp_path: Path) -> None:
 
 def test_formats_are_those_of_the_call(tmp_path: Path) -> None:
     formats = {"w": "bfloat16"}
-    ckpt.sync.save_async(tmp_path / "a", state(), formats=formats).result(PATIENCE_S)
-    ckpt.sync.save_async(tmp_path / "b", state()).result(PATIENCE_S)
+    ckpt.sync.save(tmp_path / "a", state(), formats=formats, durable=False).result(PATIENCE_S)
+    ckpt.sync.save(tmp_path / "b", state(), durable=False).result(PATIENCE_S)
     assert ckpt.sync.load(tmp_path / "a")["w"].dtype == jnp.bfloat16
     assert ckpt.sync.load(tmp_path / "b")["w"].dtype == jnp.float32
 
@@ -134,7 +138,7 @@ PROGRAM = """
 import sys
 import jax.numpy as jnp
 import ckpt.sync
-ckpt.sync.save_async(sys.argv[1], {"w": jnp.ones((1000, 1000))})
+ckpt.sync.save(sys.argv[1], {"w": jnp.ones((1000, 1000))}, durable=False)
 if sys.argv[2] == "fails":
     class Failing:
         name = "failing"
@@ -147,7 +151,7 @@ if sys.argv[2] == "fails":
             return Deferred(fail)
         async def load(self, entry, like, adapt, reader):
             raise AssertionError
-    ckpt.sync.save_async(sys.argv[1] + "-2", {1}, handlers=[Failing()])
+    ckpt.sync.save(sys.argv[1] + "-2", {1}, handlers=[Failing()], durable=False)
 print("ends")
 """
 

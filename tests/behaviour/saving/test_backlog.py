@@ -15,8 +15,9 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt import errors, policies
+from ckpt import errors
 from ckpt._runtime.futures import settled_here
+from ckpt._steps.saves.backlog import SaveStage
 from tests.support.gated_item import PATIENCE_S, Gate, GateHandler
 from tests.support.trees import assert_same
 
@@ -43,7 +44,7 @@ def restored(mgr: ckpt.sync.CheckpointManager, step: int) -> Any:
 
 
 def names(root: Path) -> set[str]:
-    return set(os.listdir(root)) - {"metadata", ".ckpt-run"}
+    return set(os.listdir(root)) - {".ckpt-run"}
 
 
 @pytest.mark.parametrize("mode", ["copy", "view", "device"])
@@ -76,7 +77,8 @@ def test_a_third_save_waits_for_the_first(tmp_path: Path) -> None:
         assert queue is not None
         while len(queue._queue) < 3:
             os.sched_yield()
-        assert [slot.step for slot in queue.under_way] == [0, 1]
+        admitted = [save.step for save in queue._queue if save.stage > SaveStage.QUEUED]
+        assert admitted == [0, 1]
         assert not third.done()
         gates[0].open()
         commits.append(third.result(PATIENCE_S))
@@ -91,7 +93,7 @@ def test_a_third_save_waits_for_the_first(tmp_path: Path) -> None:
 
 def test_skip_saves_nothing_and_says_why(tmp_path: Path) -> None:
     gate = Gate()
-    with plain(tmp_path, backlog="skip") as mgr:
+    with plain(tmp_path, staging=ckpt.Staging(backlog="skip")) as mgr:
         first = mgr.save(0, items=gated(0, gate))
         skipped = mgr.save(1, state(1))
         assert not skipped
@@ -110,7 +112,7 @@ def test_skip_saves_nothing_and_says_why(tmp_path: Path) -> None:
 
 def test_supersede_gives_up_what_has_not_begun_to_write(tmp_path: Path) -> None:
     gate = Gate()
-    with plain(tmp_path, backlog="supersede") as mgr:
+    with plain(tmp_path, staging=ckpt.Staging(backlog="supersede")) as mgr:
         arena = mgr._service.engine.arena
         first = mgr.save(0, items=gated(0, gate))
         old = mgr.save(1, state(1))
@@ -150,8 +152,8 @@ def test_a_step_that_is_being_saved_exists(tmp_path: Path) -> None:
     with plain(tmp_path) as mgr:
         first = mgr.save(0, items=gated(0, gate))
         with pytest.raises(errors.StepExistsError, match="being saved"):
-            mgr.save(0, state(1))
-        again = mgr.save(0, items={"state": state(2)}, overwrite=True)
+            mgr.save(0, state(1), if_exists="error")
+        again = mgr.save(0, items={"state": state(2)}, if_exists="replace")
         gate.open()
         again.result(PATIENCE_S)
         assert first.exception() is None
@@ -188,12 +190,14 @@ def test_a_policy_sees_what_is_being_saved(tmp_path: Path) -> None:
     seen: list[list[int]] = []
 
     class Look:
-        def refusal(self, step: int, previous: Any, context: policies.SaveContext) -> str | None:
+        def refusal(
+            self, step: int, previous: Any, context: ckpt.save_when.SaveContext
+        ) -> str | None:
             seen.append([each.step for each in context.saving])
             return None
 
     gate = Gate()
-    with plain(tmp_path, save_policy=Look()) as mgr:
+    with plain(tmp_path, save_when=Look()) as mgr:
         mgr.save(3, items=gated(3, gate))
         mgr.save(7, state(7))
         gate.open()
@@ -218,9 +222,9 @@ def test_an_asyncio_caller_is_blocked_for_the_copy_only(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
-def test_an_unknown_choice_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_choice_is_refused() -> None:
     with pytest.raises(errors.InvalidArgumentError, match="'wait', 'skip', 'supersede'"):
-        plain(tmp_path, backlog="queue")
+        ckpt.Staging(backlog="queue")  # type: ignore[arg-type]
 
 
 def test_the_gate_holds(tmp_path: Path) -> None:

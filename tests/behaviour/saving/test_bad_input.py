@@ -25,7 +25,7 @@ def mgr(tmp_path: Path) -> Iterator[ckpt.sync.CheckpointManager]:
     with ckpt.sync.CheckpointManager(tmp_path / "root") as made:
         yield made
         assert made.all_steps() == []
-        assert os.listdir(tmp_path / "root") == ["metadata"]
+        assert os.listdir(tmp_path / "root") == []
 
 
 @pytest.mark.parametrize(
@@ -153,12 +153,12 @@ def test_arguments_that_contradict_each_other(mgr: ckpt.sync.CheckpointManager) 
         with pytest.raises(errors.InvalidArgumentError, match="items"):
             mgr.save(0, **arguments)
     with pytest.raises(errors.InvalidArgumentError, match="metrics"):
-        mgr.save(0, {"x": 1}, metrics={"loss": "low"})
+        mgr.save(0, {"x": 1}, metrics={"loss": None})
     with pytest.raises(errors.InvalidArgumentError, match="metrics"):
         mgr.save(0, {"x": 1}, metrics=[1])  # type: ignore[call-overload]
     for metadata in ({"a": Opaque()}, {"a": float("nan")}):
         with pytest.raises(errors.InvalidArgumentError, match="metadata"):
-            mgr.save(0, {"x": 1}, metadata=metadata)
+            mgr.save(0, {"x": 1}, custom_metadata=metadata)
 
 
 @pytest.mark.parametrize("budget", [0, -1, 1000, 1.5e9, "1GB", True])
@@ -184,7 +184,7 @@ def test_settings_that_do_not_exist() -> None:
         ckpt.Staging(mode="fast")  # type: ignore[arg-type]
     for n in (0, -1, 1.5, True):
         with pytest.raises(errors.InvalidArgumentError):
-            ckpt.policies.LatestN(n)  # type: ignore[arg-type]
+            ckpt.keep.Latest(n)  # type: ignore[arg-type]
 
 
 # Roots.
@@ -224,7 +224,7 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
 
 
 def test_read_only_managers_write_nothing(tmp_path: Path) -> None:
-    with ckpt.sync.CheckpointManager(tmp_path / "none", read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path / "none", mode="r") as mgr:
         assert mgr.latest_step() is None
         with pytest.raises(errors.ReadOnlyError):
             mgr.save(0, {"x": 1})
@@ -239,12 +239,12 @@ def test_read_only_managers_write_nothing(tmp_path: Path) -> None:
 def test_an_existing_step_is_left_as_it_is(tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
         mgr.save(1, {"x": 1}).result()
-        with pytest.raises(errors.StepExistsError, match="overwrite=True"):
+        with pytest.raises(errors.StepExistsError, match="if_exists='replace'"):
             mgr.save(1, {"x": 2})
         assert mgr.restore(1) == {"x": 1}
-        mgr.save(1, {"x": 3}, overwrite=True).result()
+        mgr.save(1, {"x": 3}, if_exists="replace").result()
         assert mgr.restore(1) == {"x": 3}
-        assert sorted(os.listdir(tmp_path)) == ["1", "metadata"]
+        assert sorted(os.listdir(tmp_path)) == ["1"]
 
 
 def test_what_the_library_did_not_write_is_never_replaced(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_what_the_library_did_not_write_is_never_replaced(tmp_path: Path) -> Non
     (precious / "thesis.txt").write_text("years")
     for overwrite in (False, True):
         with pytest.raises(errors.StepExistsError, match="not a checkpoint"):
-            ckpt.sync.save(precious, {"x": 1}, overwrite=overwrite)
+            ckpt.sync.save(precious, {"x": 1}, if_exists="replace" if overwrite else "error")
     assert os.listdir(precious) == ["thesis.txt"]
     assert os.listdir(tmp_path) == ["home"]
 
@@ -392,12 +392,11 @@ def test_stray_directories_are_not_steps(tmp_path: Path) -> None:
         {"observers": 5},
         {"observers": [5]},
         {"observers": [ckpt.observers.Trace]},
-        {"clock": 5},
         {"timeouts": 5},
         {"staging": 5},
-        {"deletion": "trash"},
-        {"read_only": "no"},
-        {"create": 1},
+        {"trash": 5},
+        {"mode": "w"},
+        {"mode": 1},
     ],
     ids=str,
 )
@@ -421,9 +420,7 @@ def test_a_policy_that_is_false_is_a_policy(tmp_path: Path) -> None:
         def refusal(self, step: int, previous: Any, context: Any) -> str | None:
             return "never" if step == 3 else None
 
-    with ckpt.sync.CheckpointManager(
-        tmp_path, preservation=Nothing(), save_policy=Nothing()
-    ) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, keep=Nothing(), save_when=Nothing()) as mgr:
         for step in range(4):
             mgr.save(step, {"n": step})
         mgr.wait_until_finished()

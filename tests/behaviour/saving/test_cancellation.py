@@ -53,9 +53,9 @@ def test_a_cancelled_commit_leaves_nothing_and_the_next_save_works(
             if stands_in == "line":
                 await (await behind)
             else:
-                assert names(tmp_path) == {"metadata"}
+                assert names(tmp_path) == set()
                 await (await mgr.save(1, SMALL))
-            assert names(tmp_path) == {"metadata", "1"}
+            assert names(tmp_path) == {"1"}
             commit = await mgr.save(0, LARGE)
             await commit
             assert_same(await mgr.restore(0), LARGE)
@@ -66,14 +66,14 @@ def test_a_cancelled_commit_leaves_nothing_and_the_next_save_works(
 def test_a_cancelled_commit_that_nobody_awaits_is_no_failure(tmp_path: Path) -> None:
     with plain_manager(tmp_path) as mgr:
         mgr.save(0, Odd(SMALL, hold="commit")).cancel()
-    assert names(tmp_path) == {"metadata"}
+    assert names(tmp_path) == set()
 
 
 def test_a_commit_can_be_cancelled_from_the_library_s_own_thread(tmp_path: Path) -> None:
     gate = threading.Event()
     commits: list[ckpt.Commit] = []
 
-    def observe(event: ckpt.Event) -> None:
+    def observe(event: ckpt.types.Event) -> None:
         if event.phase == "write":
             gate.wait(PATIENCE_S)
             commits[0].cancel()
@@ -82,7 +82,7 @@ def test_a_commit_can_be_cancelled_from_the_library_s_own_thread(tmp_path: Path)
         commits.append(mgr.save(0, SMALL))
         gate.set()
         assert isinstance(commits[0].exception(PATIENCE_S), ckpt.errors.CommitCancelledError)
-    assert names(tmp_path) == {"metadata"}
+    assert names(tmp_path) == set()
 
 
 def test_cancelling_an_awaiter_leaves_the_commit_going(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_block_that_is_cancelled_still_commits_what_it_saved(tmp_path: Path) -
         gate.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert names(tmp_path) == {"metadata", "0"}
+        assert names(tmp_path) == {"0"}
 
     run(main)
 
@@ -168,7 +168,7 @@ async def cancelled_after(turns: int, call: Coroutine[Any, Any, Any]) -> tuple[b
 def test_a_save_cancelled_at_any_point_leaves_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         async with manager(tmp_path, staging=MIB) as mgr:
-            kept = {"metadata"}
+            kept: set[str] = set()
             done = 0
             for step, turns in enumerate(loop_turns()):
                 cancelled, commit = await cancelled_after(turns, mgr.save(step, LARGE))
@@ -185,7 +185,7 @@ def test_a_save_cancelled_at_any_point_leaves_nothing(tmp_path: Path) -> None:
                 if done == 2:
                     break
             assert step > 15
-            assert await mgr.all_steps() == sorted(int(name) for name in kept - {"metadata"})
+            assert await mgr.all_steps() == sorted(int(name) for name in kept)
             await (await mgr.save(step + 1, LARGE))
             assert_same(await mgr.restore(step + 1), LARGE)
 
@@ -199,7 +199,7 @@ def test_a_save_cancelled_in_any_phase_is_whole_or_not_there(tmp_path: Path, pha
         armed = False
         task: asyncio.Task[ckpt.Commit]
 
-        def observe(event: ckpt.Event) -> None:
+        def observe(event: ckpt.types.Event) -> None:
             nonlocal armed
             if armed and event.phase == phase:
                 armed = False
@@ -227,10 +227,10 @@ def test_a_save_cancelled_in_any_phase_is_whole_or_not_there(tmp_path: Path, pha
             await mgr.wait_until_finished()
             if await mgr.all_steps() == [0]:
                 assert_same(await mgr.restore(0), LARGE)
-                assert names(tmp_path) == {"metadata", "0"}
+                assert names(tmp_path) == {"0"}
             else:
                 assert phase != "publish"
-                assert names(tmp_path) == {"metadata"}
+                assert names(tmp_path) == set()
             await (await mgr.save(1, LARGE))
             assert_same(await mgr.restore(1), LARGE)
 
@@ -289,7 +289,7 @@ def test_a_restore_cancelled_at_any_point_gives_its_memory_back(tmp_path: Path, 
             assert_same(await mgr.restore(0, target), wanted)
             await (await mgr.save(1, LARGE))
             assert_same(await mgr.restore(1), LARGE)
-        assert names(tmp_path) == {"metadata", "0", "1"}
+        assert names(tmp_path) == {"0", "1"}
 
     run(main)
 
@@ -297,7 +297,7 @@ def test_a_restore_cancelled_at_any_point_gives_its_memory_back(tmp_path: Path, 
 def test_a_delete_cancelled_at_any_point_is_whole_or_not_there(tmp_path: Path) -> None:
     async def main() -> None:
         async with manager(tmp_path) as mgr:
-            kept = {"metadata"}
+            kept: set[str] = set()
             for step in range(80):
                 await (await mgr.save(step, SMALL))
                 await cancelled_after(int(1.12**step), mgr.delete(step))
@@ -327,4 +327,4 @@ def test_a_save_cancelled_while_it_waits_its_turn_never_begins(tmp_path: Path) -
             assert await mgr.all_steps() == [0, 2]
 
     run(main)
-    assert names(tmp_path) == {"metadata", "0", "2"}
+    assert names(tmp_path) == {"0", "2"}

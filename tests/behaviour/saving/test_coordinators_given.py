@@ -55,5 +55,5 @@ def test_a_job_of_one_shares_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["timeouts", "staging"])
 def test_settings_of_one_save_are_checked(tmp_path: Path, name: str) -> None:
     with pytest.raises(errors.InvalidArgumentError, match=f"{name}=3: expected a {name.title()}"):
-        ckpt.sync.save(tmp_path / "one", {"w": 1}, **{name: 3})  # type: ignore[arg-type]
+        ckpt.sync.save(tmp_path / "one", {"w": 1}, **{name: 3})  # type: ignore[call-overload]
     assert not (tmp_path / "one").exists()

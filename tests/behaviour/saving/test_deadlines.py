@@ -40,7 +40,7 @@ def test_a_commit_that_is_late_says_so_and_leaves_nothing(tmp_path: Path) -> Non
         async with manager(tmp_path, staging=MIB) as mgr:
             held = Odd(LARGE, hold="commit")
             # On a busy machine, staging alone may take longer than the others have.
-            commit = await mgr.save(7, held, deadline=10 * SOON)
+            commit = await mgr.save(7, held, timeout=10 * SOON)
             with pytest.raises(
                 errors.DeadlineExceededError,
                 match=r"^step 7: the save was given up 2(\.0)? s after its.*while it was writing",
@@ -49,26 +49,26 @@ def test_a_commit_that_is_late_says_so_and_leaves_nothing(tmp_path: Path) -> Non
             assert isinstance(caught.value, TimeoutError)
             assert caught.value.step == 7
             assert commit.stage == "failed"
-            assert names(tmp_path) == {"metadata"}
+            assert names(tmp_path) == set()
             # With a megabyte of staging memory, none of which may have been lost.
             await mgr.save(8, LARGE, durable=True)
             assert_same(await mgr.restore(8), LARGE)
         # It was fetched, so the manager does not raise it again.
-        assert names(tmp_path) == {"metadata", "8"}
+        assert names(tmp_path) == {"8"}
 
     run(main)
 
 
 def test_a_commit_that_is_late_and_not_awaited_is_raised_at_the_end(tmp_path: Path) -> None:
     with pytest.raises(errors.DeadlineExceededError, match="step 7"), plain_manager(tmp_path) as m:
-        m.save(7, Odd(SMALL, hold="commit"), deadline=SOON)
+        m.save(7, Odd(SMALL, hold="commit"), timeout=SOON)
 
 
 def test_the_state_is_let_go(tmp_path: Path) -> None:
     with plain_manager(tmp_path) as mgr:
         array = jnp.ones((256, 256))
         alive = weakref.ref(array)
-        commit = mgr.save(7, Odd({"w": array}, hold="commit"), deadline=SOON)
+        commit = mgr.save(7, Odd({"w": array}, hold="commit"), timeout=SOON)
         del array
         with pytest.raises(errors.DeadlineExceededError):
             commit.result()
@@ -81,7 +81,7 @@ def test_a_snapshot_that_is_late_is_the_error_of_the_call(tmp_path: Path) -> Non
     async def main() -> None:
         async with manager(tmp_path) as mgr:
             with pytest.raises(errors.DeadlineExceededError, match="while it was staging"):
-                await mgr.save(7, Odd(SMALL, hold="stage"), deadline=SOON)
+                await mgr.save(7, Odd(SMALL, hold="stage"), timeout=SOON)
             await mgr.save(7, SMALL, durable=True)
             assert_same(await mgr.restore(7), SMALL)
 
@@ -91,13 +91,13 @@ def test_a_snapshot_that_is_late_is_the_error_of_the_call(tmp_path: Path) -> Non
 def test_waiting_for_another_save_counts(tmp_path: Path) -> None:
     async def main() -> None:
         gate = threading.Event()
-        async with manager(tmp_path, backlog="wait") as mgr:
+        async with manager(tmp_path, staging=ckpt.Staging(backlog="wait")) as mgr:
             first = Odd(SMALL, gate=gate)
             commit = await mgr.save(1, first)
             await reached(first)
             second = Odd(SMALL, hold="stage")
             with pytest.raises(errors.DeadlineExceededError) as caught:
-                await mgr.save(2, second, deadline=SOON, durable=True)
+                await mgr.save(2, second, timeout=SOON, durable=True)
             assert caught.value.step == 2
             assert not commit.done()
             gate.set()
@@ -109,8 +109,8 @@ def test_waiting_for_another_save_counts(tmp_path: Path) -> None:
 
 def test_a_save_in_time_is_saved(tmp_path: Path) -> None:
     with plain_manager(tmp_path) as mgr:
-        assert mgr.save(1, LARGE, deadline=3600, durable=True).step == 1
-        mgr.save(2, SMALL, deadline=3600).result()
+        assert mgr.save(1, LARGE, timeout=3600, durable=True)
+        mgr.save(2, SMALL, timeout=3600).result()
         assert mgr.all_steps() == [1, 2]
         assert_same(mgr.restore(1), LARGE)
 
@@ -119,11 +119,11 @@ def test_a_save_in_time_is_saved(tmp_path: Path) -> None:
 def test_what_is_no_deadline(tmp_path: Path, deadline: Any) -> None:
     with plain_manager(tmp_path) as mgr:
         for call in (
-            lambda: mgr.save(1, SMALL, deadline=deadline),
-            lambda: ckpt.sync.save(tmp_path / "x", SMALL, deadline=deadline),
-            lambda: ckpt.sync.save_async(tmp_path / "x", SMALL, deadline=deadline),
+            lambda: mgr.save(1, SMALL, timeout=deadline),
+            lambda: ckpt.sync.save(tmp_path / "x", SMALL, timeout=deadline),
+            lambda: ckpt.sync.save(tmp_path / "x", SMALL, timeout=deadline, durable=False),
         ):
-            with pytest.raises(errors.InvalidArgumentError, match="deadline"):
+            with pytest.raises(errors.InvalidArgumentError, match="timeout"):
                 call()
         assert mgr.all_steps() == []
 
@@ -133,13 +133,13 @@ def test_what_is_no_deadline(tmp_path: Path, deadline: Any) -> None:
 
 ONE_SHOT: dict[str, Callable[[Path], object]] = {
     "sync": lambda path: ckpt.sync.save(
-        path, Odd(SMALL, hold="commit"), handlers=[OddHandler()], deadline=SOON
+        path, Odd(SMALL, hold="commit"), handlers=[OddHandler()], timeout=SOON
     ),
-    "sync-background": lambda path: ckpt.sync.save_async(
-        path, Odd(SMALL, hold="commit"), handlers=[OddHandler()], deadline=SOON
+    "sync-background": lambda path: ckpt.sync.save(
+        path, Odd(SMALL, hold="commit"), handlers=[OddHandler()], timeout=SOON, durable=False
     ).result(),
     "async": lambda path: asyncio.run(
-        ckpt.save(path, Odd(SMALL, hold="commit"), handlers=[OddHandler()], deadline=SOON)
+        ckpt.save(path, Odd(SMALL, hold="commit"), handlers=[OddHandler()], timeout=SOON)
     ),
 }
 
@@ -163,7 +163,7 @@ def test_a_process_that_gives_up_ends_the_save_of_all(tmp_path: Path, late: int)
     tree = {"a": np.arange(10)}
 
     def save(index: int) -> object:
-        options: dict[str, Any] = {"deadline": SOON} if index == late else {}
+        options: dict[str, Any] = {"timeout": SOON} if index == late else {}
         item = Odd(tree, hold="commit") if index == late else Odd(tree)
         return job[index].save(5, item, **options).result(FAR)
 
@@ -174,4 +174,4 @@ def test_a_process_that_gives_up_ends_the_save_of_all(tmp_path: Path, late: int)
     again = together(*(lambda each=each: each.save(5, tree).result(FAR) for each in job))
     assert [each.step for each in again] == [5, 5]
     closed(job)
-    assert names(tmp_path) == {"metadata", "5"}
+    assert names(tmp_path) == {"5"}

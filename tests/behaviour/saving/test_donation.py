@@ -121,7 +121,7 @@ def test_a_save_under_way_does_not_keep_the_caller_s_arrays_alive(tmp_path: Path
     """A state that is dropped instead of donated gives its memory back at once."""
     recorded, checked = threading.Event(), threading.Event()
 
-    def hold(event: ckpt.Event) -> None:
+    def hold(event: ckpt.types.Event) -> None:
         if event.phase == "record":
             recorded.set()
             assert checked.wait(60)

@@ -133,7 +133,7 @@ def test_a_process_without_the_type_keeps_what_is_stored(
 def test_it_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ckpt.sync.CheckpointManager(tmp_path, handlers=HANDLERS) as mgr:
         mgr.save(1, state())
-    with ckpt.sync.CheckpointManager(tmp_path, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, mode="r") as mgr:
         for _ in range(3):
             mgr.restore(1)
     assert len([each for each in caplog.records if "PackedLeaf" in each.getMessage()]) == 1

@@ -118,9 +118,9 @@ def test_a_script_ends_promptly_and_loses_no_save(
     assert code == expected.code, errors
     assert seconds < 15, "the script hung at its end"
     if expected.steps:
-        left = {"metadata", *expected.steps}
+        left = set(expected.steps)
         assert names(root) > left if expected.leaves else names(root) == left
-        with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+        with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
             found = mgr.restore(0)["w"]
         assert np.array_equal(found, np.arange(4 << 20, dtype=np.float32))
     else:
@@ -149,7 +149,7 @@ def test_a_full_disk_fails_that_save_and_nothing_else(tmp_path: Path) -> None:
     found = json.loads(out.splitlines()[0])
     number, step, *_ = found["error"]
     assert (number, step) == (27, 1)  # EFBIG
-    assert found["left"] == ["0", "metadata"]
+    assert found["left"] == ["0"]
     assert found["latest"] == 0
     assert found["then"] == [0, 1]
 
@@ -163,7 +163,7 @@ def test_an_interrupt_in_save_stops_that_save_and_leaves_nothing(tmp_path: Path)
     assert child.returncode == 0, errors
     assert errors == ""
     found = json.loads(out.splitlines()[0])
-    assert found == {"left": ["0", "metadata"], "saving": False, "then": [0, 1]}
+    assert found == {"left": ["0"], "saving": False, "then": [0, 1]}
 
 
 def test_a_forked_child_is_told_at_once(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_trio_programs_can_use_it_all(tmp_path: Path) -> None:
                         nursery.start_soon(mgr.save, 1, held)
                         await trio.to_thread.run_sync(held.reached.wait)
                         scope.cancel()
-                assert names(tmp_path) == {"metadata", "0"}
+                assert names(tmp_path) == {"0"}
                 await ckpt.save(tmp_path / "one", SMALL)
                 assert_same(await ckpt.load(tmp_path / "one"), SMALL)
 
@@ -286,8 +286,8 @@ def test_done_callbacks_are_called_once_and_their_errors_are_logged(
 
 def test_a_save_that_a_policy_turns_down_is_falsy_and_says_why(tmp_path: Path) -> None:
     async def main() -> None:
-        policy = ckpt.policies.FixedInterval(2)
-        async with manager(tmp_path, save_policy=policy) as mgr:
+        policy = ckpt.save_when.EverySteps(2)
+        async with manager(tmp_path, save_when=policy) as mgr:
             commit = await mgr.save(1, SMALL)
             assert not commit
             assert commit.skipped is not None
@@ -307,7 +307,7 @@ def test_a_save_that_a_policy_turns_down_is_falsy_and_says_why(tmp_path: Path) -
             assert await mgr.all_steps() == [2, 3]
 
     run(main)
-    assert names(tmp_path) == {"metadata", "2", "3"}
+    assert names(tmp_path) == {"2", "3"}
 
 
 # --- Closing --------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def test_a_closed_manager_says_so(tmp_path: Path) -> None:
                 await call
 
     run(main)
-    assert names(tmp_path) == {"metadata", "0"}
+    assert names(tmp_path) == {"0"}
 
 
 def test_calls_while_the_manager_closes_do_not_block_their_loop(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_calls_while_the_manager_closes_do_not_block_their_loop(tmp_path: Path) 
 def test_a_busy_engine_does_not_block_the_caller_s_loop(tmp_path: Path) -> None:
     reached, go_on = threading.Event(), threading.Event()
 
-    def observe(event: ckpt.Event) -> None:
+    def observe(event: ckpt.types.Event) -> None:
         if event.phase == "write":
             reached.set()
             go_on.wait(20)
@@ -377,17 +377,17 @@ def test_a_busy_engine_does_not_block_the_caller_s_loop(tmp_path: Path) -> None:
     started = time.monotonic()
     run(main)
     assert time.monotonic() - started < 20, "the caller's loop waited for the engine"
-    assert names(tmp_path) == {"metadata", "0"}
+    assert names(tmp_path) == {"0"}
 
 
 def test_what_a_policy_does_not_keep_is_gone_when_all_is_finished(tmp_path: Path) -> None:
-    with plain_manager(tmp_path, preservation=ckpt.policies.LatestN(1)) as mgr:
+    with plain_manager(tmp_path, keep=ckpt.keep.Latest(1)) as mgr:
         for step in range(20):
             mgr.save(step, SMALL)
             mgr.wait_until_finished()
             assert mgr.all_steps() == [step]
     # What a run keeps is noted beside its steps.
-    assert names(tmp_path) == {"metadata", ".ckpt-run", "19"}
+    assert names(tmp_path) == {".ckpt-run", "19"}
 
 
 def test_closing_from_many_places_waits_in_each(tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def test_closing_from_many_places_waits_in_each(tmp_path: Path) -> None:
         for each in closing:
             each.result(PATIENCE_S)
             assert commit.done()
-    assert names(tmp_path) == {"metadata", "0"}
+    assert names(tmp_path) == {"0"}
 
 
 def test_a_caller_that_blocks_its_loop_does_not_stall_a_commit(tmp_path: Path) -> None:
@@ -450,8 +450,8 @@ def test_of_two_processes_that_save_the_same_steps_one_wins_each(tmp_path: Path)
             into.close()
             assert json.loads(out.readline()) == list(range(rounds))
     assert [racer.returncode for racer in racers] == [0, 0]
-    assert names(tmp_path) == {"metadata", *map(str, range(rounds))}
-    with ckpt.sync.CheckpointManager(tmp_path, read_only=True) as mgr:
+    assert names(tmp_path) == {*map(str, range(rounds))}
+    with ckpt.sync.CheckpointManager(tmp_path, mode="r") as mgr:
         for step, winner in enumerate(winners):
             found = mgr.restore(step)
             assert found["name"] == winner
@@ -462,7 +462,7 @@ def test_of_two_processes_that_save_the_same_steps_one_wins_each(tmp_path: Path)
 def test_an_attempt_of_a_live_writer_is_not_swept(tmp_path: Path, phase: str) -> None:
     reached, go_on = threading.Event(), threading.Event()
 
-    def observe(event: ckpt.Event) -> None:
+    def observe(event: ckpt.types.Event) -> None:
         if event.operation == "save" and event.phase == phase:
             reached.set()
             assert go_on.wait(PATIENCE_S)

@@ -18,7 +18,7 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt import errors, policies
+from ckpt import errors
 from ckpt._engine.memory.arena import Arena
 from ckpt._format.manifest import decode
 
@@ -28,7 +28,7 @@ def plain(root: Path, **settings: Any) -> ckpt.sync.CheckpointManager:
 
 
 def test_only_the_latest_n_are_kept(tmp_path: Path) -> None:
-    with plain(tmp_path, preservation=policies.LatestN(2)) as mgr:
+    with plain(tmp_path, keep=ckpt.keep.Latest(2)) as mgr:
         for step in range(5):
             mgr.save(step, {"x": step}).result()
     with plain(tmp_path) as mgr:
@@ -41,7 +41,7 @@ def test_what_was_acknowledged_just_now_is_never_deleted_by_its_own_save(tmp_pat
     with plain(tmp_path) as mgr:
         for step in (20, 30):
             mgr.save(step, {"x": step}).result()
-    with plain(tmp_path, preservation=policies.LatestN(2)) as mgr:
+    with plain(tmp_path, keep=ckpt.keep.Latest(2)) as mgr:
         mgr.save(11, {"x": 11}).result()
     with plain(tmp_path) as mgr:
         assert mgr.all_steps() == [11, 20, 30]
@@ -49,7 +49,7 @@ def test_what_was_acknowledged_just_now_is_never_deleted_by_its_own_save(tmp_pat
 
 
 def test_a_policy_that_says_no_says_why(tmp_path: Path) -> None:
-    with plain(tmp_path, save_policy=policies.FixedInterval(10)) as mgr:
+    with plain(tmp_path, save_when=ckpt.save_when.EverySteps(10)) as mgr:
         assert mgr.should_save(20)
         assert not mgr.should_save(21)
         commit = mgr.save(21, {"x": 1})
@@ -74,21 +74,21 @@ def test_delete_takes_a_step_away_also_a_damaged_one(tmp_path: Path) -> None:
         (tmp_path / "2" / "ckpt.json").write_text("damaged")
         assert mgr.all_steps() == [0]
         mgr.delete(2)
-        assert sorted(os.listdir(tmp_path)) == ["0", "metadata"]
+        assert sorted(os.listdir(tmp_path)) == ["0"]
 
 
 def test_a_foreign_directory_that_appears_during_a_save_is_not_replaced(tmp_path: Path) -> None:
-    def appear(event: ckpt.Event) -> None:
+    def appear(event: ckpt.types.Event) -> None:
         if event.phase == "write":
             (tmp_path / "5").mkdir()
             (tmp_path / "5" / "precious").write_text("mine")
 
     with plain(tmp_path, observers=[appear]) as mgr:
-        commit = mgr.save(5, {"x": np.ones(3)}, overwrite=True)
+        commit = mgr.save(5, {"x": np.ones(3)}, if_exists="replace")
         with pytest.raises(errors.StepExistsError, match="not a checkpoint"):
             commit.result()
     assert (tmp_path / "5" / "precious").read_text() == "mine"
-    assert sorted(os.listdir(tmp_path)) == ["5", "metadata"]
+    assert sorted(os.listdir(tmp_path)) == ["5"]
 
 
 def test_a_failed_save_does_not_keep_the_state_alive(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_failed_save_does_not_keep_the_state_alive(tmp_path: Path) -> None:
 def test_leaving_the_block_waits_also_after_a_close_that_was_cancelled(tmp_path: Path) -> None:
     go_on = threading.Event()
 
-    def hold(event: ckpt.Event) -> None:
+    def hold(event: ckpt.types.Event) -> None:
         if event.phase == "write":
             assert go_on.wait(60)
 
@@ -179,7 +179,7 @@ def test_a_write_error_names_the_item_and_the_leaf_and_leaves_nothing(tmp_path: 
         assert isinstance(error, errors.StorageError)
         assert (error.step, error.item, error.leaf) == (3, "params", "w")
         assert error.errno == errno.EFBIG
-        assert sorted(os.listdir(tmp_path)) == ["2", "metadata"]
+        assert sorted(os.listdir(tmp_path)) == ["2"]
         assert arena.used == 0
         mgr.save(3, items=items).result()
         assert mgr.all_steps() == [2, 3]

@@ -26,7 +26,6 @@ import ckpt.sync
 from ckpt import errors
 from ckpt._format.manifest import decode
 from ckpt._format.manifest_head import FILE_NAME
-from ckpt.policies import FixedInterval, LatestN
 from ckpt.testing.faults import FaultyFiles
 from tests.behaviour.saving.partial_saves import (
     BACKENDS,
@@ -66,7 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Step 1 saved in parts, step 2 at once."""
     root = tmp_path_factory.mktemp("parts") / "run"
     with plain(root, staging=STAGING) as mgr:
-        with mgr.partial(1, metrics={"loss": 0.5}, metadata={"git": "abc"}) as part:
+        with mgr.partial(1, metrics={"loss": 0.5}, custom_metadata={"git": "abc"}) as part:
             for each in parts_of_state():
                 part.save(each)
         mgr.save(2, merged(parts_of_state()))
@@ -75,7 +74,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_is_the_step_that_saving_at_once_gives(run: Path) -> None:
     whole = merged(parts_of_state())
-    with plain(run, read_only=True) as mgr:
+    with plain(run, mode="r") as mgr:
         found = mgr.restore(1)
         for tree in (found, onto := mgr.restore(1, whole), wanted := dict(whole)):
             assert (jax.random.key_data(tree.pop("key")) == jnp.array([0, 7])).all()
@@ -85,7 +84,7 @@ def test_it_is_the_step_that_saving_at_once_gives(run: Path) -> None:
         assert report, report
         one, two = mgr.metadata(1), mgr.metadata(2)
     assert one.info.metrics == {"loss": 0.5}
-    assert one.info.metadata == {"git": "abc"}
+    assert one.info.custom_metadata == {"git": "abc"}
     assert one.unnamed
     # Arrays that several parts have are stored with each.
     assert one.info.nbytes == two.info.nbytes + jnp.arange(4.0).nbytes
@@ -304,7 +303,7 @@ def test_wrong_arguments_change_nothing(tmp_path: Path) -> None:
             part.save(items={"x": {"a": 1}})
             with pytest.raises(errors.InvalidArgumentError, match=r"names: give this one as items"):
                 part.save({"b": 1})
-        for options in ({"metrics": 3}, {"metadata": object()}):
+        for options in ({"metrics": 3}, {"custom_metadata": object()}):
             with pytest.raises(errors.InvalidArgumentError):
                 mgr.partial(3, **options)
         with pytest.raises(errors.InvalidArgumentError, match="step=-1"):
@@ -312,7 +311,7 @@ def test_wrong_arguments_change_nothing(tmp_path: Path) -> None:
 
 
 def test_policies_do_not_refuse_it_and_delete_after_it(tmp_path: Path) -> None:
-    with plain(tmp_path, save_policy=FixedInterval(10), preservation=LatestN(1)) as mgr:
+    with plain(tmp_path, save_when=ckpt.save_when.EverySteps(10), keep=ckpt.keep.Latest(1)) as mgr:
         mgr.save(0, {"a": 1}).result()
         with mgr.partial(7) as part:
             part.save({"a": 1})

@@ -197,13 +197,13 @@ def test_an_existing_step_is_refused_at_once_unless_it_is_replaced(tmp_path: Pat
         for _ in range(2):
             with pytest.raises(errors.StepExistsError):
                 part.save({"new": 2})
-        with mgr.partial(1, overwrite=True) as part:
+        with mgr.partial(1, if_exists="replace") as part:
             part.save({"new": 2})
             assert mgr.restore(1) == {"old": 1}
         assert mgr.restore(1) == {"new": 2}
         assert names(tmp_path) == {"1"}
     with (
-        plain(tmp_path, read_only=True) as reader,
+        plain(tmp_path, mode="r") as reader,
         pytest.raises(errors.ReadOnlyError),
     ):
         reader.partial(2)
@@ -347,7 +347,7 @@ def test_a_program_that_ends_leaves_no_step_and_says_so(tmp_path: Path) -> None:
 def act(root: Path, mgr: Any, heard: Callable[[], object]) -> None:
     items = items_of(1)
     state = dict(items["state"])
-    with mgr.partial(1, metadata=1) as part:
+    with mgr.partial(1, custom_metadata=1) as part:
         part.save(items={"state": {"kernel": state.pop("kernel")}})
         part.save(items={"state": state, "config": items["config"]})
     heard()

@@ -176,8 +176,8 @@ def test_arguments_that_hold_a_secret(text: str, tmp_path: Path) -> None:
             lambda: mgr.restore(text),  # type: ignore[arg-type]
             lambda: mgr.save(2, items={text: {"w": 1}}),
             lambda: mgr.restore(1, items=[text]),
-            lambda: mgr.save(2, {"w": 1}, metrics={"loss": text}),
-            lambda: mgr.save(2, {"w": 1}, metadata={"store": {text}}),
+            lambda: mgr.save(2, {"w": 1}, metrics={"loss": {text}}),
+            lambda: mgr.save(2, {"w": 1}, custom_metadata={"store": {text}}),
         ):
             refused(call)
 
@@ -210,7 +210,7 @@ def test_no_file_holds_what_is_in_the_environment(
         monkeypatch.setenv(name, f"{CANARY}-{name}")
     with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
         items = {"state": {"w": np.arange(5.0)}, "notes": "text"}
-        mgr.save(1, items=items, metrics={"loss": 1}, metadata={"a": 1}).result()
+        mgr.save(1, items=items, metrics={"loss": 1}, custom_metadata={"a": 1}).result()
     for name in files_of(tmp_path):
         assert CANARY.encode() not in (tmp_path / name).read_bytes(), name
 
@@ -226,7 +226,7 @@ with ckpt.sync.CheckpointManager(sys.argv[1] + "/run") as mgr:
     state = {"w": np.zeros((600, 600)), "small": np.ones(3)}
     mgr.save(1, items={"state": state, "notes": "x" * 2_000_000, "more": b"y"}).result()
     mgr.save(2, state, metrics={"loss": 1}).result()
-    mgr.save(2, state, overwrite=True).result()
+    mgr.save(2, state, if_exists="replace").result()
 ckpt.sync.save(sys.argv[1] + "/x", state, formats={"**": ckpt.ArrayFormat(compression="zstd")})
 """
 

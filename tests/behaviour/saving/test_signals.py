@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ import pytest
 
 import ckpt.sync
 from tests.reliability.kills import attempts
+from tests.support.gated_item import Gate, GateHandler
 from tests.support.paths import PROGRAMS
+from tests.support.still_thread import wait_until_main_is_still
 
 # Programs are started here, which takes its time on a machine that does other things.
 pytestmark = pytest.mark.timeout(300)
@@ -103,7 +107,7 @@ def test_a_program_that_is_stopped_ends_soon_and_loses_no_step(
 def test_a_last_step_can_be_saved_after_the_signal(ends: dict[str, End]) -> None:
     end = ends["saves_a_last_step"]
     last = json.loads(end.lines[0])
-    with ckpt.sync.CheckpointManager(end.root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(end.root, mode="r") as mgr:
         assert mgr.all_steps() == list(range(last + 1))
         assert mgr.restore() == {"last": last}
     assert last > 3
@@ -113,3 +117,42 @@ def test_an_interrupted_wait_can_be_repeated(ends: dict[str, End]) -> None:
     in_between, after = map(json.loads, ends["waits_again"].lines)
     assert in_between == [False, True], "the interrupt stopped the save"
     assert after == 0
+
+
+class Stopped(BaseException):
+    """What a program's own signal handler raises; no error, and none of Python's interrupts."""
+
+
+@pytest.mark.parametrize("call", ["save", "finalize"])
+def test_whatever_a_signal_handler_raises_stops_the_call_that_waits(
+    tmp_path: Path, call: str
+) -> None:
+    def stop(*_: object) -> None:
+        raise Stopped
+
+    def send(gate: Gate) -> None:
+        assert gate.reached.wait(PATIENCE_S)
+        wait_until_main_is_still()
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    gate = Gate()
+    sender = threading.Thread(target=send, args=(gate,))
+    try:
+        with ckpt.sync.CheckpointManager(tmp_path, handlers=[GateHandler()]) as mgr:
+            part = mgr.partial(1)
+            calls = {
+                "save": lambda: mgr.save(1, items={"gate": gate}, durable=True),
+                "finalize": part.finalize,
+            }
+            if call == "finalize":
+                part.save(items={"gate": gate})
+            sender.start()
+            with pytest.raises(Stopped):
+                calls[call]()
+            assert not mgr.is_saving_in_progress()
+            assert mgr.all_steps() == []
+            assert attempts(tmp_path) == []
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)

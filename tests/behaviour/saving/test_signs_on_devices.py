@@ -79,7 +79,7 @@ def of_one_device(tmp_path_factory: pytest.TempPathFactory) -> Any:
     host = numbers(shape=SMALLER)
     host[3, 5], host[-1, 0] = np.nan, np.inf
     state = {"w": host, "half": host.astype(DTYPES["bfloat16"]), "n": np.arange(9)}
-    ckpt.sync.save(path, state, vital_signs="host")
+    ckpt.sync.save(path, state, extensions=[ckpt.extensions.VitalSigns("host")])
     return state, ckpt.sync.metadata(path).tree
 
 
@@ -101,7 +101,7 @@ def test_every_mesh_gives_the_same(
     info = ckpt.sync.save(
         tmp_path / "a",
         {name: put(each, axes, spec) if name != "n" else each for name, each in state.items()},
-        vital_signs=mode,
+        extensions=[ckpt.extensions.VitalSigns(mode)],
     )
     assert (info.nonfinite_leaves, info.unequal_leaves) == (2, 0)
     for name, leaf in ckpt.sync.metadata(tmp_path / "a").tree.items():
@@ -123,7 +123,7 @@ def test_a_replica_with_one_other_bit_is_named_and_the_signs_are_those_of_the_fi
 ) -> None:
     good = put(numbers(), {"x": 4, "y": 2}, P("x"))
     state = {"good": good, "bad": flipped(good, position)}
-    info = ckpt.sync.save(tmp_path / "a", state, vital_signs="device")
+    info = ckpt.sync.save(tmp_path / "a", state, extensions=[ckpt.extensions.VitalSigns("device")])
     assert info.unequal_leaves == 1
     described = ckpt.sync.metadata(tmp_path / "a").tree
     assert described["good"].unequal_on == ()
@@ -143,35 +143,40 @@ def test_of_many_replicas_those_that_differ_from_most_are_named(
 ) -> None:
     good = put(numbers(), {"x": 8}, P())
     bad = flipped(flipped(good, 2), 6, bit=31)
-    ckpt.sync.save(tmp_path / "a", {"bad": bad}, vital_signs="device")
+    ckpt.sync.save(tmp_path / "a", {"bad": bad}, extensions=[ckpt.extensions.VitalSigns("device")])
     devices = [good.addressable_shards[each].device for each in (2, 6)]
     assert f"'bad' ({devices[0]}, {devices[1]})" in caplog.text
 
 
 def test_without_the_devices_replicas_are_not_compared(tmp_path: Path) -> None:
     bad = flipped(put(numbers(), {"x": 8}, P()), 3)
-    for mode in (True, "host"):
-        info = ckpt.sync.save(tmp_path / str(mode), {"bad": bad}, vital_signs=mode)
+    for place in ("auto", "host"):
+        signs = ckpt.extensions.VitalSigns(place)
+        info = ckpt.sync.save(tmp_path / place, {"bad": bad}, extensions=[signs])
         assert info.unequal_leaves == 0
 
 
 def test_replicas_that_differ_are_known_of_arrays_that_are_taken_over(tmp_path: Path) -> None:
     good = put(numbers(), {"x": 8}, P())
     bad = flipped(good, 3)
-    with ckpt.sync.CheckpointManager(tmp_path, vital_signs="device") as mgr:
+    with ckpt.sync.CheckpointManager(
+        tmp_path, extensions=[ckpt.extensions.VitalSigns("device")]
+    ) as mgr:
         for step in (1, 2, 3):
             info = mgr.save(step, {"bad": bad, "step": jnp.full(300_000, step)}).result()
             assert info.unequal_leaves == 1
             assert (info.statistics.shared_bytes > 0) == (step > 1)
         info = mgr.save(4, {"bad": good, "step": jnp.full(300_000, 4)}).result()
         assert info.unequal_leaves == 0
-    with ckpt.sync.CheckpointManager(tmp_path, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, mode="r") as mgr:
         assert [mgr.metadata(step).tree["bad"].unequal_on for step in (3, 4)] == [(0,), ()]
 
 
 def test_the_caller_may_donate_its_arrays_at_once(tmp_path: Path) -> None:
     step = jax.jit(lambda x: x * jnp.nan, donate_argnums=0)
-    with ckpt.sync.CheckpointManager(tmp_path, vital_signs="device") as mgr:
+    with ckpt.sync.CheckpointManager(
+        tmp_path, extensions=[ckpt.extensions.VitalSigns("device")]
+    ) as mgr:
         for number in (1, 2):
             state = put(numbers(number), {"x": 8}, P("x"))
             commit = mgr.save(number, {"w": state})
@@ -188,7 +193,7 @@ def test_the_first_save_does_not_wait_for_kernels(
     # As if the devices were accelerators.
     monkeypatch.setattr(device_pass, "_is_in_device_memory", lambda leaf, on_cpus: True)
     bad = flipped(put(numbers(), {"x": 8}, P()), 3)
-    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         # The host takes the signs of the first. After it the kernel is compiled, and used as soon
         # as it is there.
         assert mgr.save(0, {"bad": bad}).result().unequal_leaves == 0
@@ -202,7 +207,7 @@ def test_arrays_that_stay_the_same_are_compared_once_kernels_are_there(
 ) -> None:
     monkeypatch.setattr(device_pass, "_is_in_device_memory", lambda leaf, on_cpus: True)
     bad = flipped(put(numbers(), {"x": 8}, PartitionSpec()), 3)
-    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         found = (mgr.save(step, {"bad": bad}).result() for step in range(500))
         assert any(info.unequal_leaves == 1 for info in found)
 
@@ -219,11 +224,13 @@ def test_no_deadline_and_no_single_save_waits_for_kernels(
 
     monkeypatch.setattr(Kernels, "compile", compile)
     state = {"w": put(numbers(), {"x": 8}, PartitionSpec("x"))}
-    ckpt.sync.save(tmp_path / "one", state, vital_signs=True)
+    ckpt.sync.save(tmp_path / "one", state, extensions=[ckpt.extensions.VitalSigns()])
     assert not compiled
-    with ckpt.sync.CheckpointManager(tmp_path / "run", vital_signs=True) as mgr:
-        mgr.save(1, state, deadline=30).result()
-        mgr.save(2, state | {"same shape": state["w"] + 1}, deadline=30).result()
+    with ckpt.sync.CheckpointManager(
+        tmp_path / "run", extensions=[ckpt.extensions.VitalSigns()]
+    ) as mgr:
+        mgr.save(1, state, timeout=30).result()
+        mgr.save(2, state | {"same shape": state["w"] + 1}, timeout=30).result()
         mgr.wait_until_finished()
         going.set()
     assert len(set(compiled)) == len(compiled) == 1
@@ -237,18 +244,51 @@ def test_a_kernel_that_fails_leaves_the_array_to_the_host(
 
     monkeypatch.setattr(Kernels, "find", lambda self, key: fail)
     state = {"w": put(numbers(), {"x": 8}, P("x"))}
-    assert ckpt.sync.save(tmp_path / "a", state, vital_signs="device").nonfinite_leaves == 0
+    assert (
+        ckpt.sync.save(
+            tmp_path / "a", state, extensions=[ckpt.extensions.VitalSigns("device")]
+        ).nonfinite_leaves
+        == 0
+    )
     (warning,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
     assert "'w'" in warning
     assert "RESOURCE_EXHAUSTED" in warning
 
 
 @pytest.mark.parametrize("wrong", ["yes", "gpu", 1, None, ["host"]])
-def test_another_switch_is_refused(tmp_path: Path, wrong: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="True, False, 'host' or 'device'"):
-        ckpt.sync.CheckpointManager(tmp_path, vital_signs=wrong)
-    with pytest.raises(InvalidArgumentError, match="vital_signs"):
-        ckpt.sync.save(tmp_path / "a", {"w": jnp.ones(3)}, vital_signs=wrong)
+def test_another_place_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="'auto', 'host', 'device'"):
+        ckpt.extensions.VitalSigns(wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [True, None, "host", ckpt.extensions.VitalSigns(), [ckpt.extensions.VitalSigns], [1]]
+)
+def test_what_is_no_list_of_extensions_is_refused(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^extensions=.*ckpt\.extensions"):
+        ckpt.sync.CheckpointManager(tmp_path / "run", extensions=wrong)
+    with pytest.raises(InvalidArgumentError, match=r"^extensions=.*ckpt\.extensions"):
+        ckpt.sync.save(tmp_path / "a", {"w": jnp.ones(3)}, extensions=wrong)
+    with pytest.raises(InvalidArgumentError, match=r"^extensions=.*ckpt\.extensions"):
+        ckpt.sync.save(tmp_path / "a", {"w": jnp.ones(3)}, extensions=wrong, durable=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_frozen_leaves_of_a_save_without_a_step_before_are_saved(tmp_path: Path) -> None:
+    signs = [ckpt.extensions.VitalSigns("device", frozen="base")]
+    state = {"base": jnp.ones(3)}
+    ckpt.sync.save(tmp_path / "a", state, extensions=signs)
+    ckpt.sync.save(tmp_path / "b", state, extensions=signs, durable=False).result()
+    for name in ("a", "b"):
+        assert ckpt.sync.load(tmp_path / name)["base"].tolist() == [1, 1, 1]
+    with pytest.raises(InvalidArgumentError, match="'base' covers no leaf"):
+        ckpt.sync.save(tmp_path / "c", {"w": jnp.ones(3)}, extensions=signs)
+
+
+def test_the_same_extension_twice_is_refused(tmp_path: Path) -> None:
+    twice = [ckpt.extensions.VitalSigns(), ckpt.extensions.VitalSigns("host")]
+    with pytest.raises(InvalidArgumentError, match="VitalSigns at most once"):
+        ckpt.sync.CheckpointManager(tmp_path, extensions=twice)
 
 
 def test_arrays_in_memory_of_the_host_are_left_to_it(
@@ -256,7 +296,7 @@ def test_arrays_in_memory_of_the_host_are_left_to_it(
 ) -> None:
     array = put(numbers(), {"x": 8}, PartitionSpec("x"))
     pinned = jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
-    ckpt.sync.save(tmp_path / "a", {"w": pinned}, vital_signs="device")
+    ckpt.sync.save(tmp_path / "a", {"w": pinned}, extensions=[ckpt.extensions.VitalSigns("device")])
     assert ckpt.sync.metadata(tmp_path / "a").tree["w"].vital_signs is not None
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
 
@@ -265,7 +305,9 @@ def test_of_the_parts_of_a_save_the_leaf_that_drifted_is_named(tmp_path: Path) -
     good = put(numbers(), {"x": 8}, P())
     # The names of the whole tree are in another order than the parts.
     parts = {"z": flipped(good, 3)}, {"a": good}, {"m": good}
-    with ckpt.sync.CheckpointManager(tmp_path, vital_signs="device") as mgr:
+    with ckpt.sync.CheckpointManager(
+        tmp_path, extensions=[ckpt.extensions.VitalSigns("device")]
+    ) as mgr:
         for step, order in enumerate(itertools.permutations(parts)):
             with mgr.partial(step) as part:
                 for each in order:

@@ -141,7 +141,7 @@ def test_in_four_threads_with_a_manager_each(tmp_path: Path) -> None:
         assert mgr.all_steps() == list(range(20))
         for step in range(20):
             assert_same(mgr.restore(step), small(step))
-    assert {path.name for path in tmp_path.iterdir()} == {"metadata", *map(str, range(20))}
+    assert {path.name for path in tmp_path.iterdir()} == {*map(str, range(20))}
 
 
 def test_one_shots_in_four_threads(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_blocking_call_on_the_library_s_own_thread_is_refused(tmp_path: Path) 
     lines = [json.loads(line) for line in ran.stdout.splitlines()[:-1]]
     found = {call: (error, text) for call, error, text in lines}
     methods = {name for name in public(ckpt.sync.CheckpointManager) if name != "__init__"}
-    at_once = {"root", "is_saving_in_progress", "reached_preemption", "watch", "trash"}
+    at_once = {"directory", "is_saving_in_progress", "reached_preemption", "watch", "trash"}
     at_once |= {"steps_in_progress"}
     in_callback = {call.removeprefix("callback ") for call in found if call.startswith("callback")}
     assert in_callback == methods - at_once

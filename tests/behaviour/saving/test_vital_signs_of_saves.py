@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ckpt
 from ckpt._format.dtypes import DTYPES
 from ckpt._vitals.signs import box_signs, signs_of
-from ckpt.types import VitalSigns
+from ckpt.types import LeafSigns
 
-save = partial(ckpt.sync.save, vital_signs=True)
+save = partial(ckpt.sync.save, extensions=[ckpt.extensions.VitalSigns()])
 MESHES: list[tuple[dict[str, int], PartitionSpec]] = [
     ({"x": 8}, PartitionSpec("x")),
     ({"x": 8}, PartitionSpec(None, "x")),
@@ -33,7 +33,7 @@ MESHES: list[tuple[dict[str, int], PartitionSpec]] = [
 ]
 
 
-def expected(array: Any) -> VitalSigns:
+def expected(array: Any) -> LeafSigns:
     host = np.asarray(array)
     raw = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
     found = signs_of(box_signs(raw, (0,) * host.ndim, host.shape, host.dtype, len))
@@ -41,12 +41,12 @@ def expected(array: Any) -> VitalSigns:
     return found
 
 
-def stored(path: Path) -> dict[str, VitalSigns]:
+def stored(path: Path) -> dict[str, LeafSigns]:
     (leaves,) = ckpt.sync.metadata(path).leaves.values()
     return {name: leaf.vital_signs for name, leaf in leaves.items() if hasattr(leaf, "dtype")}
 
 
-def assert_signs(found: VitalSigns, array: Any) -> None:
+def assert_signs(found: LeafSigns, array: Any) -> None:
     wanted = expected(array)
     assert (found.fingerprint, found.nonfinite) == (wanted.fingerprint, wanted.nonfinite)
     assert found.norm == pytest.approx(wanted.norm, rel=1e-6)
@@ -123,7 +123,9 @@ def test_they_are_those_of_the_moment_of_the_call(tmp_path: Path, mode: Any) -> 
     step = jax.jit(lambda x: x * jnp.nan, donate_argnums=0)
     host = np.random.default_rng(0).standard_normal((800, 500)).astype(np.float32)
     state, numbers = jnp.asarray(host.copy()), np.ones(300_000, np.float32)
-    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True, staging=mode) as mgr:
+    with ckpt.sync.CheckpointManager(
+        tmp_path, extensions=[ckpt.extensions.VitalSigns()], staging=mode
+    ) as mgr:
         commit = mgr.save(1, {"x": state, "n": numbers})
         state = step(state)
         numbers[:] = math.nan
@@ -134,13 +136,16 @@ def test_they_are_those_of_the_moment_of_the_call(tmp_path: Path, mode: Any) -> 
 
 def test_a_save_in_parts_has_those_of_all_parts(tmp_path: Path) -> None:
     host = np.random.default_rng(0).standard_normal((300, 500)).astype(np.float32)
-    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True) as mgr, mgr.partial(1) as part:
+    with (
+        ckpt.sync.CheckpointManager(tmp_path, extensions=[ckpt.extensions.VitalSigns()]) as mgr,
+        mgr.partial(1) as part,
+    ):
         part.save({"a": {"x": jnp.asarray(host)}})
         part.save({"a": {"y": host[::-1].copy(), "bad": np.array([math.inf])}})
     found = stored(tmp_path / "1")
     assert_signs(found["a.x"], host)
     assert_signs(found["a.y"], host[::-1])
-    assert found["a.bad"] == VitalSigns(expected(np.array([math.inf])).fingerprint, 1, 0.0, 0.0)
+    assert found["a.bad"] == LeafSigns(expected(np.array([math.inf])).fingerprint, 1, 0.0, 0.0)
 
 
 def test_keys_and_shared_arrays_have_theirs(tmp_path: Path) -> None:
@@ -170,7 +175,7 @@ def test_a_save_with_nan_names_its_leaves_when_they_are_others(
 ) -> None:
     mask = {"mask": jnp.full(3, -jnp.inf)}
     odd = {f"w{n}": jnp.zeros(4).at[:n].set(jnp.nan) for n in range(1, 4)}
-    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         mgr.save(1, {"w": jnp.ones(3)}).result()
         assert told(caplog) == []
         mgr.save(2, mask).result()
@@ -196,5 +201,10 @@ def test_every_checkpoint_by_itself_with_nan_says_so(
         (text,) = told(caplog)
         assert text == f"{tmp_path / name} was saved with NaN or infinite values in 1 leaf: w (2)"
         path = tmp_path / f"{name}, later"
-        ckpt.sync.save_async(path, {"w": jnp.full(2, jnp.nan)}, vital_signs=True).result()
+        ckpt.sync.save(
+            path,
+            {"w": jnp.full(2, jnp.nan)},
+            extensions=[ckpt.extensions.VitalSigns()],
+            durable=False,
+        ).result()
         assert len(told(caplog)) == 1

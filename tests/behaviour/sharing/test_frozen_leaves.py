@@ -1,4 +1,4 @@
-"""`frozen=`: what devices find unchanged is not copied from them, and never stale."""
+"""`frozen` leaves: what devices find unchanged is not copied from them, and never stale."""
 
 from __future__ import annotations
 
@@ -39,24 +39,28 @@ def state(step: int, base: Any = None) -> dict[str, Any]:
 
 
 @pytest.fixture
-def staged() -> list[ckpt.Event]:
+def staged() -> list[ckpt.types.Event]:
     return []
 
 
 @pytest.fixture
-def mgr(tmp_path: Path, staged: list[ckpt.Event]) -> Iterator[ckpt.sync.CheckpointManager]:
+def mgr(tmp_path: Path, staged: list[ckpt.types.Event]) -> Iterator[ckpt.sync.CheckpointManager]:
     with ckpt.sync.CheckpointManager(
-        tmp_path, vital_signs="device", frozen="base", observers=[staged.append]
+        tmp_path,
+        extensions=[ckpt.extensions.VitalSigns("device", frozen="base")],
+        observers=[staged.append],
     ) as mgr:
         yield mgr
 
 
-def staged_bytes(events: list[ckpt.Event], step: int) -> int:
+def staged_bytes(events: list[ckpt.types.Event], step: int) -> int:
     return sum(each.nbytes for each in events if each.phase == "stage" and each.step == step)
 
 
 def test_what_is_equal_is_not_copied_and_not_written(
-    mgr: ckpt.sync.CheckpointManager, staged: list[ckpt.Event], caplog: pytest.LogCaptureFixture
+    mgr: ckpt.sync.CheckpointManager,
+    staged: list[ckpt.types.Event],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for step in (1, 2, 3):
         info = mgr.save(step, state(step)).result()
@@ -66,7 +70,7 @@ def test_what_is_equal_is_not_copied_and_not_written(
     for step in (2, 3):
         assert staged_bytes(staged, step) < 2 * MIB
         assert mgr.verify(step).ok
-        assert_same(mgr.restore(step, verify="device"), state(step))
+        assert_same(mgr.restore(step, check_devices=True), state(step))
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
 
 
@@ -94,7 +98,9 @@ def test_no_sequence_of_saves_gives_a_stale_byte(
     root = tmp_path_factory.mktemp("run")
 
     def opened() -> ckpt.sync.CheckpointManager:
-        return ckpt.sync.CheckpointManager(root, vital_signs="device", frozen=["base"])
+        return ckpt.sync.CheckpointManager(
+            root, extensions=[ckpt.extensions.VitalSigns("device", frozen=["base"])]
+        )
 
     mgr, value = opened(), whole(BASE)
     try:
@@ -122,26 +128,29 @@ def test_no_sequence_of_saves_gives_a_stale_byte(
 
 
 def test_a_pattern_that_covers_nothing_is_an_error(tmp_path: Path) -> None:
-    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True, frozen=["base", "bse.w"]) as mgr:
+    with ckpt.sync.CheckpointManager(
+        tmp_path, extensions=[ckpt.extensions.VitalSigns(frozen=["base", "bse.w"])]
+    ) as mgr:
         with pytest.raises(InvalidArgumentError, match=r"frozen: 'bse.w' covers no leaf .is it"):
             mgr.save(1, state(1)).result()
         assert mgr.all_steps() == []
 
 
-@pytest.mark.parametrize("signs", [False, "host"])
-def test_without_devices_that_take_signs_nothing_can_be_proved(tmp_path: Path, signs: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="vital_signs=True"):
-        ckpt.sync.CheckpointManager(tmp_path, vital_signs=signs, frozen="base")
+def test_without_devices_that_take_signs_nothing_can_be_proved() -> None:
+    with pytest.raises(InvalidArgumentError, match="on='auto' or on='device'"):
+        ckpt.extensions.VitalSigns("host", frozen="base")
 
 
 @pytest.mark.parametrize("wrong", [3, [3], b"base", {"base": 1, 2: 3}])
-def test_what_is_not_a_pattern_is_refused(tmp_path: Path, wrong: Any) -> None:
+def test_what_is_not_a_pattern_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="frozen"):
-        ckpt.sync.CheckpointManager(tmp_path, vital_signs=True, frozen=wrong)
+        ckpt.extensions.VitalSigns(frozen=wrong)
 
 
 def test_on_cpus_the_digests_tell_what_is_equal(tmp_path: Path) -> None:
-    with ckpt.sync.CheckpointManager(tmp_path, vital_signs=True, frozen="base") as mgr:
+    with ckpt.sync.CheckpointManager(
+        tmp_path, extensions=[ckpt.extensions.VitalSigns(frozen="base")]
+    ) as mgr:
         shared = [mgr.save(step, state(step)).result().statistics.shared_bytes for step in (1, 2)]
     assert shared[0] == 0
     assert shared[1] >= 16 * MIB

@@ -26,7 +26,6 @@ from hypothesis.stateful import (
 import ckpt
 import ckpt.sync
 from ckpt.errors import CorruptCheckpointError, NotInRootError
-from ckpt.policies import LatestN
 from ckpt.storage._local import attempts
 from ckpt.testing.compare import differences
 from ckpt.tiers import Tier
@@ -281,7 +280,7 @@ def test_what_was_read_from_another_place_is_not_shared_either(tmp_path: Path) -
     frozen = state()
     tiers = [Tier(tmp_path / "disk")]
     with ckpt.sync.CheckpointManager(
-        tmp_path / "root", tiers=tiers, preservation=LatestN(3)
+        tmp_path / "root", tiers=tiers, keep=ckpt.keep.Latest(3)
     ) as mgr:
         mgr.save(0, frozen).in_root.result(PATIENCE_S)
         flip(largest(tmp_path / "disk/0"))

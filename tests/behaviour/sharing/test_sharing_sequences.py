@@ -106,7 +106,7 @@ class Sequences(RuleBasedStateMachine):
     @rule(data=st.data())
     def replace(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(self.kept)))
-        self.mgr.save(step, dict(self.state), overwrite=True).result()
+        self.mgr.save(step, dict(self.state), if_exists="replace").result()
         self.kept[step] = dict(self.state)
 
     @precondition(lambda self: self.kept)

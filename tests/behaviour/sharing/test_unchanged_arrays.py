@@ -177,7 +177,7 @@ def test_a_copy_of_one_step_is_a_whole_checkpoint(tmp_path: Path) -> None:
 
 def test_steps_of_many_saves_under_way_share_with_those_that_are_committed(tmp_path: Path) -> None:
     frozen = base()
-    options: dict[str, Any] = {"preservation": ckpt.policies.LatestN(1)}
+    options: dict[str, Any] = {"keep": ckpt.keep.Latest(1)}
     with ckpt.sync.CheckpointManager(tmp_path, **options) as mgr:
         for step in range(12):
             mgr.save(step, {"base": frozen, "adapter": adapter(step)})
@@ -279,7 +279,7 @@ def test_the_number_of_files_does_not_grow_with_the_number_of_saves(tmp_path: Pa
     leaves = {f"w{n}": jnp.array(values(n, 2000)) for n in range(300)}
     choice = np.random.default_rng(0)
     counts = []
-    with ckpt.sync.CheckpointManager(tmp_path, preservation=ckpt.policies.LatestN(1)) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, keep=ckpt.keep.Latest(1)) as mgr:
         for step in range(40):
             for n in choice.choice(300, 6, replace=False):
                 leaves[f"w{n}"] = jnp.array(values(1000 * step + n, 2000))
@@ -323,7 +323,7 @@ def test_a_step_that_is_replaced_may_share_with_itself(tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
         for seed in range(3):
             state = {"base": frozen, "adapter": adapter(seed)}
-            mgr.save(5, state, overwrite=True).result()
+            mgr.save(5, state, if_exists="replace").result()
             assert_same(mgr.restore(5), state)
             assert mgr.verify(5).ok
         assert stored(tmp_path, 5)[0] > 6_000_000
@@ -411,4 +411,4 @@ def test_nothing_is_kept_in_mind_where_nothing_can_be_shared(tmp_path: Path) -> 
         for step in range(2):
             mgr.save(step, frozen).result()
             assert_same(mgr.restore(step), frozen)
-        assert mgr._service.engine.last_save is None
+        assert mgr._service.engine.base_step is None

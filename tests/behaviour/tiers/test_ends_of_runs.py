@@ -20,7 +20,6 @@ import ckpt
 import ckpt.sync
 from ckpt._steps.saves import queue as queue_of_saves
 from ckpt.errors import NotInRootError
-from ckpt.policies import EveryNSteps, FixedInterval, LatestN
 from ckpt.tiers import SharedMemory, Tier
 from tests.support.command import environment
 from tests.support.numbered_states import state_of
@@ -35,25 +34,25 @@ def memory() -> Iterator[Path]:
 
 
 def manager(base: Path, tier: dict[str, Any], **options: Any) -> ckpt.sync.CheckpointManager:
-    near = Tier(base / "disk", preservation=LatestN(2), **tier)
-    given = {"tiers": [near], "preservation": LatestN(3), **options}
+    near = Tier(base / "disk", keep=ckpt.keep.Latest(2), **tier)
+    given = {"tiers": [near], "keep": ckpt.keep.Latest(3), **options}
     return ckpt.sync.CheckpointManager(base / "root", **given)
 
 
 @contextlib.contextmanager
-def keeper_stopped(mgr: ckpt.sync.CheckpointManager) -> Iterator[None]:
-    """Stop the keeper while the body runs: nothing is copied meanwhile."""
-    keeper = mgr._service._keeper._process.pid  # type: ignore[union-attr]
-    os.kill(keeper, signal.SIGSTOP)
+def agent_stopped(mgr: ckpt.sync.CheckpointManager) -> Iterator[None]:
+    """Stop the agent while the body runs: nothing is copied meanwhile."""
+    agent = mgr._service._agent._process.pid  # type: ignore[union-attr]
+    os.kill(agent, signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(keeper, signal.SIGCONT)
+        os.kill(agent, signal.SIGCONT)
 
 
-def saved_behind_the_keeper(mgr: ckpt.sync.CheckpointManager) -> list[ckpt.Commit]:
+def saved_behind_the_agent(mgr: ckpt.sync.CheckpointManager) -> list[ckpt.Commit]:
     """Save eight steps, all of which have to be copied then."""
-    with keeper_stopped(mgr):
+    with agent_stopped(mgr):
         commits = [mgr.save(step, state_of(step)) for step in range(8)]
         mgr.wait_until_finished()
     return commits
@@ -76,9 +75,9 @@ def test_each_place_holds_what_its_policy_keeps(waits: bool, tmp_path: Path) -> 
 
 @pytest.mark.anyio
 async def test_each_place_holds_what_its_policy_keeps_with_asyncio(tmp_path: Path) -> None:
-    near = Tier(tmp_path / "disk", preservation=LatestN(2))
+    near = Tier(tmp_path / "disk", keep=ckpt.keep.Latest(2))
     async with ckpt.CheckpointManager(
-        tmp_path / "root", tiers=[near], preservation=LatestN(3)
+        tmp_path / "root", tiers=[near], keep=ckpt.keep.Latest(3)
     ) as mgr:
         for step in range(5):
             await mgr.save(step, state_of(step))
@@ -88,9 +87,9 @@ async def test_each_place_holds_what_its_policy_keeps_with_asyncio(tmp_path: Pat
 
 def test_a_tier_is_tidied_once_its_steps_are_in_the_root(tmp_path: Path) -> None:
     """While the run goes on, without another save."""
-    events: queue.Queue[ckpt.Event] = queue.Queue()
-    with manager(tmp_path, {}, preservation=None, observers=[events.put]) as mgr:
-        with keeper_stopped(mgr):
+    events: queue.Queue[ckpt.types.Event] = queue.Queue()
+    with manager(tmp_path, {}, keep=None, observers=[events.put]) as mgr:
+        with agent_stopped(mgr):
             for step in range(4):
                 mgr.save(step, state_of(step))
             mgr.wait_until_finished()
@@ -105,14 +104,14 @@ def test_a_tier_is_tidied_once_its_steps_are_in_the_root(tmp_path: Path) -> None
 def test_what_is_copied_after_the_block_is_tidied_too(tmp_path: Path) -> None:
     """All steps wait for the root when the loop ends."""
     with manager(tmp_path, {"bytes_per_second": 4e7}) as mgr:
-        commits = saved_behind_the_keeper(mgr)
+        commits = saved_behind_the_agent(mgr)
     assert all(commit.in_root.done() for commit in commits)
     assert there(tmp_path) == [6, 7]
     assert there(tmp_path, at="root") == [5, 6, 7]
 
 
 def test_what_the_root_does_not_want_goes_all_the_same(tmp_path: Path) -> None:
-    with manager(tmp_path, {"drain": FixedInterval(5)}) as mgr:
+    with manager(tmp_path, {"drain": ckpt.save_when.EverySteps(5)}) as mgr:
         for step in range(8):
             mgr.save(step, state_of(step))
     assert there(tmp_path) == [6, 7]
@@ -121,9 +120,9 @@ def test_what_the_root_does_not_want_goes_all_the_same(tmp_path: Path) -> None:
 
 
 def test_three_places_hold_what_their_policies_keep(tmp_path: Path) -> None:
-    tiers = [Tier(tmp_path / each, preservation=LatestN(2)) for each in ("disk", "between")]
+    tiers = [Tier(tmp_path / each, keep=ckpt.keep.Latest(2)) for each in ("disk", "between")]
     with ckpt.sync.CheckpointManager(
-        tmp_path / "root", tiers=tiers, preservation=LatestN(3)
+        tmp_path / "root", tiers=tiers, keep=ckpt.keep.Latest(3)
     ) as mgr:
         for step in range(8):
             mgr.save(step, state_of(step))
@@ -134,7 +133,7 @@ def test_three_places_hold_what_their_policies_keep(tmp_path: Path) -> None:
 def test_a_snapshot_that_is_written_in_the_end_makes_way(tmp_path: Path, memory: Path) -> None:
     near = SharedMemory(directory=str(memory))
     with ckpt.sync.CheckpointManager(
-        tmp_path / "root", tiers=[near], preservation=LatestN(2)
+        tmp_path / "root", tiers=[near], keep=ckpt.keep.Latest(2)
     ) as mgr:
         for step in (1, 2):
             mgr.save(step, state_of(step)).result()
@@ -145,7 +144,7 @@ def test_a_snapshot_that_is_written_in_the_end_makes_way(tmp_path: Path, memory:
 def test_no_step_that_did_not_get_to_the_root_is_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody holds them once the keeper has ended; the next run brings them there."""
+    """Nobody holds them once the agent has ended; the next run brings them there."""
     timeouts = ckpt.Timeouts(exit=1.0)
     with manager(tmp_path, {}, timeouts=timeouts) as mgr:
         mgr.save(0, state_of(0)).in_root.result(PATIENCE_S)
@@ -163,13 +162,13 @@ def test_no_step_that_did_not_get_to_the_root_is_deleted(
     assert there(tmp_path, at="root") == [5, 6, 7]
 
 
-def test_steps_of_a_keeper_that_was_killed_stay(tmp_path: Path) -> None:
+def test_steps_of_an_agent_that_was_killed_stay(tmp_path: Path) -> None:
     """It has told nothing of what it leaves."""
-    with manager(tmp_path, {}) as mgr, keeper_stopped(mgr):
+    with manager(tmp_path, {}) as mgr, agent_stopped(mgr):
         for step in range(8):
             mgr.save(step, state_of(step)).result()
         mgr.wait_until_finished()
-        os.kill(mgr._service._keeper._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        os.kill(mgr._service._agent._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
     assert there(tmp_path) == list(range(8))
     with manager(tmp_path, {}):
         pass
@@ -177,14 +176,14 @@ def test_steps_of_a_keeper_that_was_killed_stay(tmp_path: Path) -> None:
     assert there(tmp_path, at="root") == [5, 6, 7]
 
 
-def test_the_newest_step_of_a_killed_keeper_gets_to_the_root(tmp_path: Path) -> None:
+def test_the_newest_step_of_a_killed_agent_gets_to_the_root(tmp_path: Path) -> None:
     """The root keeps its newest step in any case, also one that its policy does not want."""
-    options = {"preservation": EveryNSteps(10)}
-    with manager(tmp_path, {}, **options) as mgr, keeper_stopped(mgr):
+    options = {"keep": ckpt.keep.EverySteps(10)}
+    with manager(tmp_path, {}, **options) as mgr, agent_stopped(mgr):
         for step in (5, 7):
             mgr.save(step, state_of(step)).result()
         mgr.wait_until_finished()
-        os.kill(mgr._service._keeper._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        os.kill(mgr._service._agent._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
     assert there(tmp_path, at="root") == []
     with manager(tmp_path, {}, **options):
         pass
@@ -196,7 +195,7 @@ def test_a_step_that_was_given_up_in_the_end_stays(tmp_path: Path) -> None:
     with manager(tmp_path, {}) as mgr:
         with ckpt.sync.CheckpointManager(tmp_path / "root") as other:
             other.save(4, state_of(4)).result()
-        commits = saved_behind_the_keeper(mgr)
+        commits = saved_behind_the_agent(mgr)
     with pytest.raises(NotInRootError, match="step 4"):
         commits[4].in_root.result(0)
     assert there(tmp_path) == [4, 6, 7]
@@ -216,7 +215,7 @@ def test_a_step_that_its_save_has_just_published_stays(
         await anyio.to_thread.run_sync(goes_on.wait)
 
     at = "disk" if near == "disk" else "root"
-    with manager(tmp_path, {}, **{"preservation": LatestN(2), **tiers[near]}) as mgr:
+    with manager(tmp_path, {}, **{"keep": ckpt.keep.Latest(2), **tiers[near]}) as mgr:
         for step in (10, 11):
             mgr.save(step, state_of(step)).in_root.result(PATIENCE_S)
         monkeypatch.setattr(queue_of_saves, "remove_others", wait)
@@ -254,11 +253,10 @@ def test_a_place_that_cannot_be_listed_is_named_once(
 SCRIPT = """
 import os, signal, sys
 import ckpt, ckpt.sync
-from ckpt.policies import LatestN
 from tests.support.numbered_states import state_of
 
-tier = ckpt.tiers.Tier(sys.argv[1], preservation=LatestN(2))
-mgr = ckpt.sync.CheckpointManager(sys.argv[2], tiers=[tier], preservation=LatestN(3))
+tier = ckpt.tiers.Tier(sys.argv[1], keep=ckpt.keep.Latest(2))
+mgr = ckpt.sync.CheckpointManager(sys.argv[2], tiers=[tier], keep=ckpt.keep.Latest(3))
 mgr.__enter__()
 for step in range(8):
     mgr.save(step, state_of(step)).result()
@@ -267,7 +265,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_next_run_tidies_what_a_killed_one_has_left(tmp_path: Path) -> None:
-    """Its keeper has copied all, and knows no policy."""
+    """Its agent has copied all, and knows no policy."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, tmp_path / "disk", tmp_path / "root"],
         env=environment({"PYTHONPATH": str(ROOT)}),

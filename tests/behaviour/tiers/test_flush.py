@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import ckpt
 import ckpt.sync
 from ckpt._settings import Timeouts
-from ckpt._tiers.keeper.flush import Hurry, flush, items_in_time
+from ckpt._tiers.agent.flush import FlushBudget, flush, items_in_time
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.tiers import SharedMemory, Tier
@@ -68,7 +68,7 @@ def test_a_signal_without_a_handler_ends_it(tmp_path: Path, memory: Path) -> Non
 
 @pytest.mark.parametrize("option", ["handled", "preempt", "loop"])
 def test_a_signal_while_the_interpreter_is_held(option: str, tmp_path: Path, memory: Path) -> None:
-    """The keeper hears of it at once, though no handler can run."""
+    """The agent hears of it at once, though no handler can run."""
     root = tmp_path / "run"
     # A loop of asyncio is asked by a thread, which needs the interpreter: a compile lets it run.
     then = "compile" if option == "loop" else "hold"
@@ -172,19 +172,19 @@ def test_a_newer_step_of_the_root_is_enough(tmp_path: Path, memory: Path) -> Non
     assert list(memory.iterdir()) == []
 
 
-def test_a_keeper_that_was_killed_is_started_again(tmp_path: Path, memory: Path) -> None:
+def test_an_agent_that_was_killed_is_started_again(tmp_path: Path, memory: Path) -> None:
     root = tmp_path / "run"
     with trainer(root, memory, "go on") as run:
         run.lines(until="ack 3")
-        [keeper] = children_of(run.process.pid)
-        os.kill(keeper, signal.SIGKILL)
+        [agent] = children_of(run.process.pid)
+        os.kill(agent, signal.SIGKILL)
         number = 4
         with contextlib.suppress(StopIteration):
             while number < 200:
                 run.lines(until=f"ack {number}")
                 number += 1
                 # One that has died is a child until its trainer has looked.
-                if set(children_of(run.process.pid)) - {keeper}:
+                if set(children_of(run.process.pid)) - {agent}:
                     raise StopIteration
         run.kill()
         out, err = run.end()
@@ -197,7 +197,7 @@ def test_a_keeper_that_was_killed_is_started_again(tmp_path: Path, memory: Path)
 def test_a_process_that_is_started_again_takes_the_memory_over(
     tmp_path: Path, memory: Path
 ) -> None:
-    """The keeper of the first one leaves it to the second."""
+    """The agent of the first one leaves it to the second."""
     root = tmp_path / "run"
     for start in (0, 3, 6):
         with trainer(root, memory, "die", -1, 3) as run:
@@ -281,8 +281,8 @@ def test_params_are_saved_when_there_is_no_time_for_the_rest(
         mgr.save(1, items=items).result()
     with ckpt.sync.CheckpointManager(memory / "steps") as mgr:
         mgr.save(5, items=items).result()
-    hurry = Hurry(ends_at=time.monotonic() - 1, bytes_per_second=1e6, first=("params",))
-    done = anyio.run(flush, memory, _Ending(root, Timeouts()), 1, hurry)
+    budget = FlushBudget(ends_at=time.monotonic() - 1, bytes_per_second=1e6, first=("params",))
+    done = anyio.run(flush, memory, _Ending(root, Timeouts()), 1, budget)
     assert done is not None
     assert "the host has ended" in done.problem
     with ckpt.sync.CheckpointManager(root) as mgr:
@@ -298,7 +298,7 @@ def test_params_are_saved_when_there_is_no_time_for_the_rest(
         assert mgr.resume(items=fresh)[0] == 2
         assert [each for each in caplog.messages if "step 5 is passed over" in each]
     # With time enough, all of it is there in the end.
-    later = Hurry(ends_at=time.monotonic() - 1, bytes_per_second=1e6, first=("params",))
+    later = FlushBudget(ends_at=time.monotonic() - 1, bytes_per_second=1e6, first=("params",))
     (root / "5").rename(root / "6.gone")
     done = anyio.run(flush, memory, LocalStorage(root, Timeouts()), 1, later)
     assert done is not None
@@ -313,7 +313,7 @@ def test_a_step_of_another_run_in_its_place_is_never_replaced(tmp_path: Path, me
         mgr.save(5, {"other": 1}).result()
     with ckpt.sync.CheckpointManager(memory / "steps") as mgr:
         mgr.save(5, {"mine": 1}).result()
-    done = anyio.run(flush, memory, LocalStorage(root, Timeouts()), -1, Hurry())
+    done = anyio.run(flush, memory, LocalStorage(root, Timeouts()), -1, FlushBudget())
     assert done is not None
     assert "exists" in done.problem
     with contextlib.suppress(CheckpointError), ckpt.sync.CheckpointManager(root) as mgr:

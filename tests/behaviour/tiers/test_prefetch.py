@@ -16,7 +16,7 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt._tiers.keeper.messages import Fetch
+from ckpt._tiers.agent.messages import StepFetchRequest
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -25,7 +25,6 @@ from ckpt.errors import (
     StepPinnedError,
     StorageError,
 )
-from ckpt.policies import LatestN
 from ckpt.testing.compare import differences
 from ckpt.tiers import SharedMemory, Tier
 from tests.support.damage import Cut, Damage, Delete, FlipBit, files_of
@@ -94,7 +93,7 @@ def test_with_asyncio(tmp_path: Path) -> None:
 
 def test_its_tier_keeps_it_until_it_is_unpinned(tmp_path: Path) -> None:
     in_root(tmp_path, 1)
-    with manager(tmp_path, preservation=LatestN(2)) as mgr:
+    with manager(tmp_path, keep=ckpt.keep.Latest(2)) as mgr:
         mgr.prefetch(1)
         for step in range(2, 6):
             mgr.save(step, state_of(step)).in_root.result(PATIENCE_S)
@@ -102,7 +101,7 @@ def test_its_tier_keeps_it_until_it_is_unpinned(tmp_path: Path) -> None:
         assert steps_of(tmp_path / "disk") == [1, 4, 5]
         with pytest.raises(StepPinnedError, match="prefetched"):
             mgr.delete(1)
-    with manager(tmp_path, preservation=LatestN(2)) as mgr:
+    with manager(tmp_path, keep=ckpt.keep.Latest(2)) as mgr:
         assert mgr.unpin(1, "prefetched")
         mgr.save(6, state_of(6)).in_root.result(PATIENCE_S)
         mgr.wait_until_finished()
@@ -192,7 +191,7 @@ def test_another_save_in_its_place_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_refuses_is_left_as_it_was(tmp_path: Path) -> None:
-    """The keeper inherits the limit of this process for the size of files."""
+    """The agent inherits the limit of this process for the size of files."""
     in_root(tmp_path, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -209,21 +208,21 @@ def test_a_disk_that_refuses_is_left_as_it_was(tmp_path: Path) -> None:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_keeper_that_is_killed_is_asked_again(tmp_path: Path) -> None:
+def test_an_agent_that_is_killed_is_asked_again(tmp_path: Path) -> None:
     in_root(tmp_path, 1)
     with manager(tmp_path) as mgr:
         mgr.latest_step()
-        keeper = mgr._service._keeper  # type: ignore[union-attr]
-        tell = keeper.tell
+        agent = mgr._service._agent  # type: ignore[union-attr]
+        tell = agent.tell
 
         def killed(message: Any) -> None:
-            if isinstance(message, Fetch):
-                keeper.tell = tell
-                assert keeper._process is not None
-                keeper._process.kill()
-                keeper._process.wait()
+            if isinstance(message, StepFetchRequest):
+                agent.tell = tell
+                assert agent._process is not None
+                agent._process.kill()
+                agent._process.wait()
             tell(message)
 
-        keeper.tell = killed
+        agent.tell = killed
         assert mgr.prefetch(1).path == str(tmp_path / "disk/1")
     assert steps_of(tmp_path / "disk") == [1]

@@ -20,7 +20,6 @@ import ckpt.sync
 from ckpt._format.manifest import Manifest, decode
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt.errors import CorruptCheckpointError
-from ckpt.policies import LatestN
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.testing.compare import differences
 from ckpt.testing.faults import Fail, FaultyFiles, every, named
@@ -276,7 +275,7 @@ def test_a_damaged_file_is_not_taken_over_by_the_next_save(tmp_path: Path) -> No
     saved(tmp_path, 1, state)
     near = tmp_path / "disk/1"
     flip(near, "params.kernel")
-    with manager(tmp_path, preservation=LatestN(3)) as mgr:
+    with manager(tmp_path, keep=ckpt.keep.Latest(3)) as mgr:
         _, found = mgr.resume(state_of(2))
         mgr.save(2, found).in_root.result(PATIENCE_S)
         assert mgr.verify(2).ok

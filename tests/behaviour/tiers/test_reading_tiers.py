@@ -14,7 +14,7 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt._settings import Timeouts
-from ckpt._tiers.keeper.flush import Hurry, flush
+from ckpt._tiers.agent.flush import FlushBudget, flush
 from ckpt.errors import StepNotFoundError
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.tiers import SharedMemory
@@ -58,15 +58,15 @@ def test_of_two_that_are_equal_the_nearest_is_read(tmp_path: Path, memory: Path)
 
 
 def test_an_unhealthy_snapshot_makes_way_also_in_the_root(tmp_path: Path, memory: Path) -> None:
-    """A keeper that survived may write it there after the run has gone back."""
+    """An agent that survived may write it there after the run has gone back."""
     root = tmp_path / "run"
     good, bad = {"w": np.ones(2)}, {"w": np.array([1, np.nan])}
-    with manager(root, memory, vital_signs=True) as mgr:
+    with manager(root, memory, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         mgr.save(10, good).result()
         mgr.snapshot(20, bad).result()
         assert mgr.resume({"w": np.zeros(2)}, healthy=True)[0] == 11
         [folder] = memory.glob("*/*")
-        done = anyio.run(flush, folder, LocalStorage(root, Timeouts()), 10, Hurry())
+        done = anyio.run(flush, folder, LocalStorage(root, Timeouts()), 10, FlushBudget())
         assert done is not None
         assert done.problem == ""
         assert mgr.save(20, good).result().step == 20

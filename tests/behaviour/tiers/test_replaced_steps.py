@@ -49,7 +49,7 @@ def test_steps_of_a_run_that_went_back_replace_those_before(tmp_path: Path, is_l
     with manager(tmp_path) as mgr:
         assert mgr.restore(2)["w"][0] == 2
         for step in (3, 4):
-            arrived(mgr.save(step, state(step + 0.5), overwrite=True))
+            arrived(mgr.save(step, state(step + 0.5), if_exists="replace"))
     assert [in_root(tmp_path, step) for step in range(5)] == [0, 1, 2, 3.5, 4.5]
 
 
@@ -57,7 +57,7 @@ def test_a_step_that_is_replaced_twice_arrives_as_it_is_last(tmp_path: Path) -> 
     run_a(tmp_path)
     with manager(tmp_path) as mgr:
         for value in (4.25, 4.5, 4.75):
-            last = mgr.save(4, state(value), overwrite=True)
+            last = mgr.save(4, state(value), if_exists="replace")
         arrived(last)
     assert in_root(tmp_path, 4) == 4.75
 
@@ -67,15 +67,15 @@ def test_what_another_run_has_saved_meanwhile_stays(
 ) -> None:
     run_a(tmp_path)
     with manager(tmp_path) as mgr:
-        keeper = mgr._service._keeper._process.pid  # type: ignore[union-attr]
-        os.kill(keeper, signal.SIGSTOP)
+        agent = mgr._service._agent._process.pid  # type: ignore[union-attr]
+        os.kill(agent, signal.SIGSTOP)
         try:
-            commit = mgr.save(4, state(4.5), overwrite=True)
+            commit = mgr.save(4, state(4.5), if_exists="replace")
             commit.result(PATIENCE_S)
             with ckpt.sync.CheckpointManager(tmp_path / "root") as other:
-                other.save(4, state(40), overwrite=True).result()
+                other.save(4, state(40), if_exists="replace").result()
         finally:
-            os.kill(keeper, signal.SIGCONT)
+            os.kill(agent, signal.SIGCONT)
         with pytest.raises(ckpt.CheckpointError):
             arrived(commit)
     assert in_root(tmp_path, 4) == 40
@@ -87,15 +87,15 @@ def test_a_pinned_step_stays(tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path / "root") as mgr:
         mgr.pin(4, "paper")
     with manager(tmp_path) as mgr, pytest.raises(ckpt.CheckpointError, match="paper"):
-        arrived(mgr.save(4, state(4.5), overwrite=True))
+        arrived(mgr.save(4, state(4.5), if_exists="replace"))
     assert in_root(tmp_path, 4) == 4
 
 
 def test_unhealthy_steps_are_moved_aside_in_the_root(tmp_path: Path) -> None:
-    with manager(tmp_path, vital_signs=True) as mgr:
+    with manager(tmp_path, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         for step, value in enumerate([0, 1, np.nan, np.nan]):
             mgr.save(step, state(value))
-    with manager(tmp_path, vital_signs=True) as mgr:
+    with manager(tmp_path, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         start, _ = mgr.resume(state(0), healthy=True)
         assert start == 2
         for step in (2, 3):

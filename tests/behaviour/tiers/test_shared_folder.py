@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckpt._tiers.keeper.__main__ import _is_owned_again
+from ckpt._tiers.agent.__main__ import _is_owned_again
 from ckpt._tiers.shared_folder import SharedFolder, take_abandoned, take_abandoned_of
 from tests.support.command import environment
 from tests.support.paths import ROOT
@@ -27,7 +27,7 @@ def memory() -> Iterator[Path]:
         yield folder
 
 
-def test_a_look_of_the_keeper_does_not_refuse_a_new_trainer(memory: Path) -> None:
+def test_a_look_of_the_agent_does_not_refuse_a_new_trainer(memory: Path) -> None:
     """It has the lock for a moment, several times a second."""
     folder = SharedFolder(memory / "ours" / "key")
     folder.claim("run", "root")
@@ -153,7 +153,7 @@ def test_a_kill_at_any_moment_of_a_claim_costs_no_snapshot(memory: Path) -> None
     assert {found for found, _ in left} == {"same run"}
     assert {json.loads(note)["run"] for _, note in left} == {"run"}
     assert (first.steps / "1").is_dir()
-    # Also a keeper that gives the memory back leaves nothing.
+    # Also an agent that gives the memory back leaves nothing.
     last = take_abandoned(first.path)
     assert last is not None
     (first.path / "owner.new").touch()
@@ -205,7 +205,7 @@ def test_a_root_with_a_long_name_is_known_again(memory: Path) -> None:
 
 
 def test_a_look_for_parts_is_no_new_owner(memory: Path) -> None:
-    """A keeper waits on: the job may leave the folder as it is, and then it is the keeper's."""
+    """An agent waits on: the job may leave the folder as it is, and then it is the agent's."""
     folder = SharedFolder(memory / "ours" / "key")
     folder.claim("run", "root", 0, 2)
     claim = folder.claim_id

@@ -275,8 +275,8 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     ]:
         with pytest.raises(InvalidArgumentError, match=text):
             make(tmp_path / "a", tiers=tiers)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match="read_only=True"):
-        make(tmp_path / "a", tiers=[SharedMemory()], read_only=True)
+    with pytest.raises(InvalidArgumentError, match="mode='r'"):
+        make(tmp_path / "a", tiers=[SharedMemory()], mode="r")
     with pytest.raises(InvalidArgumentError, match="memory://"):
         make("memory://here/run", tiers=[SharedMemory()])
     for options, text in [

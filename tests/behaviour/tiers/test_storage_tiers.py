@@ -16,7 +16,6 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt.errors import InvalidArgumentError, NotInRootError, StepNotFoundError
-from ckpt.policies import FixedInterval, LatestN
 from ckpt.testing.compare import differences
 from ckpt.tiers import SharedMemory, Tier
 from tests.support.command import environment
@@ -51,7 +50,7 @@ def test_a_save_is_committed_near_and_arrives_in_the_root(tmp_path: Path) -> Non
         places = mgr.metadata(1).info.tiers
         assert places == (str(tmp_path / "disk"), str(tmp_path / "root"))
         assert mgr.best_step("loss", "min") == 0
-        assert mgr.root == str(tmp_path / "root")
+        assert mgr.directory == tmp_path / "root"
     assert steps_of(tmp_path / "root") == steps_of(tmp_path / "disk") == [0, 1, 2]
 
 
@@ -63,8 +62,8 @@ def test_leaving_the_block_waits_for_the_root(tmp_path: Path) -> None:
 
 
 def test_each_place_keeps_what_its_policy_says(tmp_path: Path) -> None:
-    tier = {"preservation": LatestN(2), "drain": FixedInterval(3)}
-    with manager(tmp_path, tier=tier, preservation=LatestN(2)) as mgr:
+    tier = {"keep": ckpt.keep.Latest(2), "drain": ckpt.save_when.EverySteps(3)}
+    with manager(tmp_path, tier=tier, keep=ckpt.keep.Latest(2)) as mgr:
         commits = [mgr.save(step, state_of(step)) for step in range(11)]
         mgr.wait_until_finished()
         with pytest.raises(NotInRootError, match="drain="):
@@ -77,7 +76,7 @@ def test_each_place_keeps_what_its_policy_says(tmp_path: Path) -> None:
     assert 10 in steps_of(tmp_path / "root")
     assert set(steps_of(tmp_path / "root")) <= {3, 6, 9, 10}
     assert set(steps_of(tmp_path / "disk")) >= {9, 10}
-    with manager(tmp_path, tier=tier, preservation=LatestN(2)) as mgr:
+    with manager(tmp_path, tier=tier, keep=ckpt.keep.Latest(2)) as mgr:
         assert mgr.latest_step() == 10
         mgr.wait_until_finished()
     assert steps_of(tmp_path / "root") == [9, 10]
@@ -85,7 +84,7 @@ def test_each_place_keeps_what_its_policy_says(tmp_path: Path) -> None:
 
 def test_steps_that_stay_do_not_add_up(tmp_path: Path) -> None:
     """A long run that copies few of its steps keeps only the newest of the others in mind."""
-    with manager(tmp_path, tier={"drain": FixedInterval(1000)}) as mgr:
+    with manager(tmp_path, tier={"drain": ckpt.save_when.EverySteps(1000)}) as mgr:
         for step in range(1, 12):
             mgr.save(step, {"w": step}).result()
         mgr.wait_until_finished()
@@ -139,8 +138,8 @@ def test_a_disk_that_is_lost(tmp_path: Path) -> None:
 
 
 def test_pins_hold_everywhere(tmp_path: Path) -> None:
-    tier = {"preservation": LatestN(1)}
-    with manager(tmp_path, tier=tier, preservation=LatestN(1)) as mgr:
+    tier = {"keep": ckpt.keep.Latest(1)}
+    with manager(tmp_path, tier=tier, keep=ckpt.keep.Latest(1)) as mgr:
         mgr.save(1, state_of(1)).in_root.result(PATIENCE_S)
         mgr.pin(1, "paper")
         for step in (2, 3):
@@ -154,7 +153,7 @@ def test_pins_hold_everywhere(tmp_path: Path) -> None:
 
 
 def test_three_places(tmp_path: Path) -> None:
-    tiers = [Tier(tmp_path / "a", preservation=LatestN(1)), Tier(tmp_path / "b")]
+    tiers = [Tier(tmp_path / "a", keep=ckpt.keep.Latest(1)), Tier(tmp_path / "b")]
     with ckpt.sync.CheckpointManager(tmp_path / "root", tiers=tiers) as mgr:
         for step in range(3):
             mgr.save(step, state_of(step)).in_root.result(PATIENCE_S)
@@ -218,10 +217,10 @@ def test_steps_are_copied_on_when_the_trainer_is_killed(tmp_path: Path) -> None:
 
 
 def test_the_next_run_goes_on_with_what_waits(tmp_path: Path) -> None:
-    """Trainer and keeper are killed together, as with their host."""
+    """Trainer and agent are killed together, as with their host."""
     # 7.5 MiB a step: none of them arrives.
     end = "os.kill(os.getpid(), signal.SIGKILL)"
-    script = SCRIPT.replace(end, f"os.kill(mgr._service._keeper._process.pid, 9)\n{end}")
+    script = SCRIPT.replace(end, f"os.kill(mgr._service._agent._process.pid, 9)\n{end}")
     subprocess.run(
         [sys.executable, "-c", script, tmp_path / "disk", tmp_path / "root", "2", "1e5"],
         env=environment({"PYTHONPATH": str(ROOT)}),
@@ -258,7 +257,7 @@ def test_a_step_that_cannot_be_copied_is_heard(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By the log, by observers and by who waits for it, once and at once; the run goes on."""
-    events: list[ckpt.Event] = []
+    events: list[ckpt.types.Event] = []
     with manager(tmp_path, observers=[events.append]) as mgr:
         mgr.save(1, state_of(1)).in_root.result(PATIENCE_S)
         with ckpt.sync.CheckpointManager(tmp_path / "root") as other:
@@ -283,7 +282,7 @@ def test_a_step_that_cannot_be_copied_is_heard(
 
 
 def test_a_step_that_cannot_be_copied_is_heard_after_the_trainer(tmp_path: Path) -> None:
-    """Then its keeper says so: nobody else does."""
+    """Then its agent says so: nobody else does."""
     with ckpt.sync.CheckpointManager(tmp_path / "root") as other:
         other.save(1, state_of(7)).result()
     script = SCRIPT.replace("latest = mgr.latest_step()", "latest = 0")
@@ -302,7 +301,9 @@ def test_a_last_step_that_cannot_go_on_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its policy does not want it in the root, but for the end of the run."""
-    with manager(tmp_path, tier={"drain": FixedInterval(9)}, timeouts=ckpt.Timeouts(exit=1)) as mgr:
+    with manager(
+        tmp_path, tier={"drain": ckpt.save_when.EverySteps(9)}, timeouts=ckpt.Timeouts(exit=1)
+    ) as mgr:
         mgr.save(0, state_of(0)).in_root.result(PATIENCE_S)
         (tmp_path / "root").rename(tmp_path / "away")
         (tmp_path / "root").write_text("in the way")
@@ -342,7 +343,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         ({"bytes_per_second": 0}, "bytes_per_second"),
         ({"most_waiting": 0}, "most_waiting"),
         ({"drain": 3}, "save policy 3"),
-        ({"preservation": 3}, "preservation"),
+        ({"keep": 0}, "keep"),
     ]:
         with pytest.raises(InvalidArgumentError, match=text):
             Tier(tmp_path, **options)  # type: ignore[arg-type]

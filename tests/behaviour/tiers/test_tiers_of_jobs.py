@@ -1,4 +1,4 @@
-"""Several processes save to disks of their own, and their keepers make one step of the root."""
+"""Several processes save to disks of their own, and their agents make one step of the root."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt._settings import Timeouts
-from ckpt._tiers.keeper.flush_of_job import JobPart, flush_of_job
+from ckpt._tiers.agent.flush_of_job import JobPart, flush_of_job
 from ckpt.coordination import OwnDisks
 from ckpt.errors import InvalidArgumentError, NotInRootError, StorageError
-from ckpt.policies import FixedInterval, LatestN
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.testing.compare import differences
 from ckpt.tiers import Tier
@@ -49,7 +48,7 @@ def managers(base: Path, count: int = 2, **options: Any) -> list[ckpt.sync.Check
 
 def steps_of(root: Path) -> list[int]:
     """Return the steps of a root, all of which must be whole and hold what their number says."""
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         steps = mgr.all_steps()
         for step in steps:
             assert mgr.verify(step, deep=True).ok
@@ -147,8 +146,8 @@ def test_a_disk_that_is_lost_with_a_part_that_waits_keeps_no_step_waiting(
 
 
 def test_the_primary_decides_what_is_copied_on(tmp_path: Path) -> None:
-    tier = {"drain": FixedInterval(3), "preservation": LatestN(2)}
-    mgrs = managers(tmp_path, tier=tier, preservation=LatestN(3))
+    tier = {"drain": ckpt.save_when.EverySteps(3), "keep": ckpt.keep.Latest(2)}
+    mgrs = managers(tmp_path, tier=tier, keep=ckpt.keep.Latest(3))
     commits = [saved(mgrs, step) for step in range(8)]
     for step in (0, 3, 6):
         for commit in commits[step]:

@@ -140,7 +140,7 @@ def test_every_way_to_call_it_gives_the_same(root: Path) -> None:
     flip(file, offset)
 
     async def main() -> list[VerifyReport]:
-        async with ckpt.CheckpointManager(root, read_only=True) as mgr:
+        async with ckpt.CheckpointManager(root, mode="r") as mgr:
             return [
                 await ckpt.verify(root / str(STEP)),
                 await mgr.verify(),
@@ -168,7 +168,7 @@ def test_it_writes_nothing(whole: Path) -> None:
         return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in found}
 
     before = state()
-    with ckpt.sync.CheckpointManager(whole, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(whole, mode="r") as mgr:
         mgr.verify()
     ckpt.sync.verify(whole / str(STEP))
     assert state() == before
@@ -177,9 +177,9 @@ def test_it_writes_nothing(whole: Path) -> None:
 def test_a_manager_tells_its_observers_and_the_log(
     whole: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    events: list[ckpt.Event] = []
+    events: list[ckpt.types.Event] = []
     caplog.set_level(logging.INFO, logger="ckpt")
-    with ckpt.sync.CheckpointManager(whole, read_only=True, observers=[events.append]) as mgr:
+    with ckpt.sync.CheckpointManager(whole, mode="r", observers=[events.append]) as mgr:
         report = mgr.verify()
     assert {(event.operation, event.step) for event in events} == {("verify", STEP)}
     reads = [event for event in events if event.phase == "read"]
@@ -196,14 +196,14 @@ def test_a_step_that_is_deleted_or_replaced_meanwhile_is_an_error(root: Path, wh
     other = ckpt.sync.CheckpointManager(root)
     done: list[str] = []
 
-    def interfere(event: ckpt.Event) -> None:
+    def interfere(event: ckpt.types.Event) -> None:
         # On the thread that reads: it goes on once the step is gone.
         if event.operation == "verify" and not done:
             done.append(what)
             if what == "deleted":
                 other.delete(STEP)
             else:
-                other.save(STEP, {"w": np.ones(3)}, overwrite=True, force=True).result()
+                other.save(STEP, {"w": np.ones(3)}, if_exists="replace", force=True).result()
 
     with other, ckpt.sync.CheckpointManager(root, observers=[interfere]) as mgr:
         with pytest.raises(errors.StepDeletedError) as caught:
@@ -213,7 +213,7 @@ def test_a_step_that_is_deleted_or_replaced_meanwhile_is_an_error(root: Path, wh
         done.clear()
         if what == "replaced":
             # Of the latest step the one that is there now is taken.
-            other.save(STEP, model(), overwrite=True, force=True).result()
+            other.save(STEP, model(), if_exists="replace", force=True).result()
             assert mgr.verify().ok
 
 
@@ -224,15 +224,15 @@ def scanners() -> list[Scanner]:
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_cancelling_stops_the_reading_and_gives_the_memory_back(whole: Path, backend: str) -> None:
     begun, held = threading.Event(), threading.Event()
-    events: list[ckpt.Event] = []
+    events: list[ckpt.types.Event] = []
 
-    def hold(event: ckpt.Event) -> None:
+    def hold(event: ckpt.types.Event) -> None:
         events.append(event)
         begun.set()
         assert held.wait(PATIENCE_S)
 
     async def main() -> None:
-        async with ckpt.CheckpointManager(whole, read_only=True, observers=[hold]) as mgr:
+        async with ckpt.CheckpointManager(whole, mode="r", observers=[hold]) as mgr:
             with anyio.fail_after(PATIENCE_S):
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(mgr.verify)

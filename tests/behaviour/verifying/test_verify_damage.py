@@ -239,7 +239,7 @@ def test_a_chunk_is_digested_in_parts_that_make_up_what_is_inside(
 @pytest.mark.parametrize("damage", sorted(set(DAMAGES) - {"delete"}))
 def test_a_damaged_manifest_is_one_problem(root: Path, damage: str) -> None:
     DAMAGES[damage](root / str(STEP) / "ckpt.json")
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         reports = [mgr.verify(STEP), ckpt.sync.verify(root / str(STEP), deep=False)]
     for report in reports:
         [problem] = report.problems

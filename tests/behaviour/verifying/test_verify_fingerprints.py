@@ -26,7 +26,9 @@ FORMATS = {"chunks": ckpt.ArrayFormat(chunk_bytes=100_000, split_axes=(1,))}
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    ckpt.sync.save(tmp_path / "a", STATE, formats=FORMATS, vital_signs=True)
+    ckpt.sync.save(
+        tmp_path / "a", STATE, formats=FORMATS, extensions=[ckpt.extensions.VitalSigns()]
+    )
     return tmp_path / "a"
 
 

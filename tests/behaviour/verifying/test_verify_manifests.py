@@ -34,7 +34,7 @@ def test_what_is_no_checkpoint_is_an_error(root: Path, tmp_path: Path) -> None:
     (root / str(STEP) / "ckpt.json").unlink()
     with pytest.raises(errors.NotACheckpointError):
         ckpt.sync.verify(root / str(STEP))
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         for step in (STEP, 8, 9, None):
             with pytest.raises(errors.StepNotFoundError):
                 mgr.verify(step)
@@ -44,7 +44,7 @@ def test_what_is_no_checkpoint_is_an_error(root: Path, tmp_path: Path) -> None:
 
 def test_a_later_format_is_an_error(root: Path) -> None:
     changed(root / str(STEP), lambda document: document.update(version=2))
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         for step in (STEP, None):
             with pytest.raises(errors.UnsupportedFormatError) as caught:
                 mgr.verify(step)
@@ -55,7 +55,7 @@ def test_a_later_format_is_an_error(root: Path) -> None:
 
 def test_a_step_under_another_number_is_damaged(root: Path) -> None:
     (root / str(STEP)).rename(root / "8")
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         assert damaged(mgr.verify(8)) == {"ckpt.json"}
 
 

@@ -1,4 +1,4 @@
-"""`verify` with `sample=` and `deadline=`: a part of a step, and what is said of the rest."""
+"""`verify` with `sample=` and `timeout=`: a part of a step, and what is said of the rest."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def test_names_and_sizes_of_the_rest_are_compared(root: Path) -> None:
 def test_after_the_deadline_nothing_is_begun(root: Path) -> None:
     step = root / str(STEP)
     count, nbytes = total_of(step)
-    report = ckpt.sync.verify(step, deadline=0)
+    report = ckpt.sync.verify(step, timeout=0)
     assert (report.nbytes, report.unread_files, report.unread_nbytes) == (0, count, nbytes)
     assert report.ok
-    assert not ckpt.sync.verify(step, deadline=3600).is_partial
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
-        assert mgr.verify(STEP, deadline=0).unread_files == count
+    assert not ckpt.sync.verify(step, timeout=3600).is_partial
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
+        assert mgr.verify(STEP, timeout=0).unread_files == count
         assert mgr.verify(sample=0.5, seed=0).is_partial
 
 
@@ -99,7 +99,7 @@ def test_a_part_of_a_virtual_step_gives_it_no_digests(tmp_path: Path) -> None:
     ckpt.sync.adopt(tmp_path / "models", tmp_path / "base")
     for part in (
         ckpt.sync.verify(tmp_path / "base", sample=0.2, seed=0),
-        ckpt.sync.verify(tmp_path / "base", deadline=0),
+        ckpt.sync.verify(tmp_path / "base", timeout=0),
     ):
         assert part.is_partial
         assert (part.first_digests, part.without_digests) == (0, 4)
@@ -116,16 +116,16 @@ def test_a_part_of_a_virtual_step_gives_it_no_digests(tmp_path: Path) -> None:
         ({"sample": float("nan")}, "above 0 and up to 1"),
         ({"sample": True}, "above 0 and up to 1"),
         ({"sample": 0.1, "seed": "x"}, "a whole number"),
-        ({"deadline": -1}, "a finite number of seconds"),
+        ({"timeout": -1}, "a finite number of seconds"),
         ({"deep": False, "sample": 0.1}, "with deep=False nothing is"),
-        ({"deep": False, "deadline": 1}, "with deep=False nothing is"),
+        ({"deep": False, "timeout": 1}, "with deep=False nothing is"),
     ],
 )
 def test_wrong_parts_are_refused(whole: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(errors.InvalidArgumentError, match=words):
         ckpt.sync.verify(whole / str(STEP), **options)
     with (
-        ckpt.sync.CheckpointManager(whole, read_only=True) as mgr,
+        ckpt.sync.CheckpointManager(whole, mode="r") as mgr,
         pytest.raises(errors.InvalidArgumentError, match=words),
     ):
         mgr.verify(STEP, **options)

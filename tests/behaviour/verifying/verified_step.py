@@ -90,7 +90,7 @@ def hit(report: VerifyReport) -> set[tuple[str | None, str]]:
 def refused(root: Path, step: int | None = STEP) -> set[tuple[str | None, str]]:
     """The leaves that a restore cannot give, each asked for by itself: what `hit` should say."""
     found: set[tuple[str | None, str]] = set()
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         metadata = mgr.metadata(step)
         for item, leaves in metadata.leaves.items():
             for leaf, about in leaves.items():

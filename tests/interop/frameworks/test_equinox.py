@@ -120,7 +120,7 @@ def test_a_bound_method_is_a_module_whose_function_has_to_be_brought_along(tmp_p
     ckpt.sync.save(tmp_path / "x", tree)
     comes_back_with_a_target(tmp_path / "x", tree)
     found, messages = told_at_load(tmp_path / "x")
-    assert type(found["method"]) is ckpt.UnknownNode
+    assert type(found["method"]) is ckpt.types.UnknownNode
     assert differences(tree["method"].__self__, found["method"]["__self__"]) == []  # type: ignore[attr-defined]
     assert len(messages) == 1
     assert "BoundMethod (its aux could not be stored: pass like=)" in messages[0]
@@ -134,7 +134,7 @@ def test_an_array_in_a_static_field_is_named_and_taken_from_a_target(tmp_path: P
     assert found["model"].options is model.options
     assert differences(model.weight, found["model"].weight) == []
     found, messages = told_at_load(tmp_path / "x")
-    assert type(found["model"]) is ckpt.UnknownNode
+    assert type(found["model"]) is ckpt.types.UnknownNode
     assert found["model"].unstored == ("options",)
     assert "Strict (its options could not be stored: pass like=)" in messages[0]
 
@@ -154,7 +154,7 @@ def test_fields_that_a_constructor_does_not_take(tmp_path: Path) -> None:
     ckpt.sync.save(tmp_path / "x", tree)
     comes_back_with_a_target(tmp_path / "x", tree)
     found, messages = told_at_load(tmp_path / "x")
-    assert type(found) is ckpt.UnknownNode
+    assert type(found) is ckpt.types.UnknownNode
     assert "<locals>.Late (not imported here" in messages[0]
     found, messages = told_at_load(
         tmp_path / "x", handlers=[ckpt.handlers.PyTreeHandler(classes=[Late])]

@@ -106,11 +106,11 @@ def test_a_train_state_needs_a_target_for_its_functions_and_says_so(tmp_path: Pa
     ckpt.sync.save(tmp_path / "x", state)
     comes_back_with_a_target(tmp_path / "x", state)
     found, messages = told_at_load(tmp_path / "x")
-    assert type(found) is ckpt.UnknownNode
+    assert type(found) is ckpt.types.UnknownNode
     assert found.class_name == "flax.training.train_state:TrainState"
     (message,) = messages
     assert message == (
-        "restored as read-only ckpt.UnknownNode: flax.training.train_state:TrainState "
+        "restored as read-only ckpt.types.UnknownNode: flax.training.train_state:TrainState "
         "(its apply_fn, tx could not be stored: pass like=)"
     )
     # All else is there, exactly.
@@ -187,11 +187,11 @@ def test_a_static_field_that_cannot_be_stored_is_named_and_taken_from_a_target(
     assert found["a"].kept is kept
     assert found["b"].kept == 5
     found, messages = told_at_load(tmp_path / "x")
-    assert type(found["a"]) is ckpt.UnknownNode
+    assert type(found["a"]) is ckpt.types.UnknownNode
     assert differences(tree["b"], found["b"]) == []
     (message,) = messages
     assert message == (
-        "restored as read-only ckpt.UnknownNode: test_flax_linen:Node "
+        "restored as read-only ckpt.types.UnknownNode: test_flax_linen:Node "
         "(its kept could not be stored: pass like=)"
     )
 

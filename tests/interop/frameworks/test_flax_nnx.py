@@ -199,7 +199,7 @@ def test_a_graph_definition_holds_code_and_has_to_be_brought_along(tmp_path: Pat
     comes_back_with_a_target(tmp_path / "x", split)
     found, messages = told_at_load(tmp_path / "x")
     assert differences(split[1], found[1]) == []
-    assert type(found[0]) is ckpt.UnknownNode
+    assert type(found[0]) is ckpt.types.UnknownNode
     (message,) = messages
     assert "GraphDef (its attributes, nodes could not be stored: pass like=)" in message
     model = nnx.merge(split[0], found[1])

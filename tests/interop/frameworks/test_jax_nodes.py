@@ -264,7 +264,7 @@ def test_a_partial_has_its_arguments_stored_and_its_function_from_a_target(tmp_p
     ckpt.sync.save(tmp_path / "x", tree)
     comes_back_with_a_target(tmp_path / "x", tree)
     found, messages = told_at_load(tmp_path / "x")
-    assert type(found["one"]) is ckpt.UnknownNode
+    assert type(found["one"]) is ckpt.types.UnknownNode
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(found), strict=True)
     assert all(differences(one, other) == [] for one, other in leaves)
     assert len(messages) == 1
@@ -298,7 +298,7 @@ def test_children_that_changed_places_since_the_save_are_not_mixed_up(tmp_path: 
     # As an edit of the class would do it.
     Pair.order = ("second", "first")
     found, messages = told_at_load(tmp_path / "x", handlers=handlers)
-    assert type(found) is ckpt.UnknownNode
+    assert type(found) is ckpt.types.UnknownNode
     assert (found["first"], found["second"]) == (1, 2)
     assert "it has other fields today: pass like=" in messages[0]
     found = ckpt.sync.load(tmp_path / "x", like=Pair(0, 0))

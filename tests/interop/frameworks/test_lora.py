@@ -125,7 +125,7 @@ def test_the_adapters_of_a_flax_model_have_a_plain_model_of_another_run_as_base(
     # Now the adapter has a run of its own.
     trained = jax.tree.map(lambda leaf: leaf + 1, nnx.state(model, nnx.LoRAParam))
     with ckpt.sync.CheckpointManager(tmp_path / "tuned") as mgr:
-        info = mgr.save(0, trained, durable=True)
+        info = mgr.save(0, trained).result()
     assert info.nbytes == sum(each.nbytes for each in jax.tree.leaves(trained))
     again = Adapted(nnx.Rngs(2))
     nnx.update(again, found)

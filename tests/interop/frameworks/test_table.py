@@ -180,12 +180,14 @@ def test_a_process_without_the_classes_gets_records_and_one_warning_that_helps(
     assert lent == {
         "types": records,
         "leaves": leaves,
-        "warnings": [f"restored as read-only ckpt.UnknownNode: {message}"],
+        "warnings": [f"restored as read-only ckpt.types.UnknownNode: {message}"],
     }
     assert known == again == {"types": objects, "leaves": leaves, "warnings": []}
     assert renamed == {"types": {**objects, "named": "Twin"}, "leaves": leaves, "warnings": []}
     assert main["types"] == {"absent": "UnknownNode", "mine": "Mine"}
-    assert main["warnings"] == [f"restored as read-only ckpt.UnknownNode: __main__:Absent {hint}"]
+    assert main["warnings"] == [
+        f"restored as read-only ckpt.types.UnknownNode: __main__:Absent {hint}"
+    ]
     assert main_known["types"] == {"absent": "Twin", "mine": "Mine"}
     assert main_known["warnings"] == []
     assert main["leaves"] == main_known["leaves"] == [1, 2, 3, 4]

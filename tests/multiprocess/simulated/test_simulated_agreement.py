@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import ckpt.sync
-from ckpt import policies
-from ckpt._engine.save.joint.write_report import WriteReport, same_items
+from ckpt._engine.save.multihost.save_report import SaveReport, same_items
 from ckpt._format.manifest import ItemEntry
 from ckpt.coordination._jobs import SingleProcess
 from ckpt.errors import (
@@ -24,6 +23,7 @@ from ckpt.errors import (
     StepNotFoundError,
     StorageError,
 )
+from ckpt.testing.clock import set_clock
 from tests.support.simulated_job import (
     FAR,
     STATE,
@@ -73,7 +73,7 @@ def test_what_is_not_the_same_everywhere_is_not_saved(
 
 
 def test_items_that_were_saved_by_other_handlers_are_not_the_same() -> None:
-    one, other = (WriteReport({"a": ItemEntry(handler=name)}) for name in ("json", "text"))
+    one, other = (SaveReport({"a": ItemEntry(handler=name)}) for name in ("json", "text"))
     same_items([one, one])
     with pytest.raises(CoordinationError, match=r"process 1 'a' .text."):
         same_items([one, other])
@@ -143,7 +143,7 @@ def test_steps_are_published_in_the_order_of_their_saves(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("wanted", [False, True])
 def test_the_primary_asks_its_policy_for_all(wanted: bool, tmp_path: Path) -> None:
-    each = [{"save_policy": lambda *_, w=w: w} for w in (wanted, not wanted)]
+    each = [{"save_when": lambda *_, w=w: w} for w in (wanted, not wanted)]
     mgrs = managers(tmp_path, seconds=FAR, each=each)
     assert together(*(lambda m=m: m.should_save(1) for m in mgrs)) == [wanted] * 2
     commits = together(*(lambda m=m: m.save(1, STATE) for m in mgrs))
@@ -157,7 +157,7 @@ def test_the_primary_asks_its_policy_for_all(wanted: bool, tmp_path: Path) -> No
 
 
 def test_who_saves_while_the_primary_has_a_policy_that_does_not_is_told(tmp_path: Path) -> None:
-    mgrs = managers(tmp_path, seconds=FAR, each=[{"save_policy": lambda *_: False}, {}])
+    mgrs = managers(tmp_path, seconds=FAR, each=[{"save_when": lambda *_: False}, {}])
     commit, error = together(
         lambda: mgrs[0].save(1, STATE), lambda: mgrs[1].save(1, STATE).result(100)
     )
@@ -168,7 +168,7 @@ def test_who_saves_while_the_primary_has_a_policy_that_does_not_is_told(tmp_path
 
 
 def test_the_primary_says_whether_a_save_is_under_way(tmp_path: Path) -> None:
-    mgrs = managers(tmp_path, seconds=FAR, backlog="skip")
+    mgrs = managers(tmp_path, seconds=FAR, staging=ckpt.Staging(backlog="skip"))
     storage, called = mgrs[0]._service.storage, threading.Event()
     publish = storage.publish
 
@@ -192,11 +192,11 @@ def test_what_the_primary_refuses_before_it_begins_is_refused_everywhere(tmp_pat
     storage, begun = mgrs[0]._service.storage, []
     begin = storage.begin
     storage.begin = lambda step_dir: begun.append(step_dir) or begin(step_dir)
-    found = saved(mgrs, 1)
+    found = saved(mgrs, 1, if_exists="error")
     assert [type(each) for each in found] == [StepExistsError] * 2
     assert "process 0 of 2" in str(found[1])
     assert begun == []
-    assert steps(saved(mgrs, 1, overwrite=True)) == [1, 1]
+    assert steps(saved(mgrs, 1, if_exists="replace")) == [1, 1]
     closed(mgrs)
 
 
@@ -236,7 +236,7 @@ def test_a_primary_that_moves_no_bytes_is_waited_for(name: str, path: str, tmp_p
 
 
 def test_only_the_primary_keeps_the_root_tidy(tmp_path: Path) -> None:
-    mgrs = managers(tmp_path, seconds=FAR, preservation=policies.LatestN(1))
+    mgrs = managers(tmp_path, seconds=FAR, keep=ckpt.keep.Latest(1))
     storage = mgrs[1]._service.storage
     made: list[str] = []
     for name in ("prepare", "sweep", "remove"):
@@ -271,8 +271,10 @@ def test_a_step_on_disks_of_their_own_has_one_time_and_leaves_nothing_behind(
     tmp_path: Path,
 ) -> None:
     jobs = coordinators(2, own_disks=True)
-    clocks = [{"clock": lambda at=at: at} for at in (1000.0, 2000.0)]
-    mgrs = managers(tmp_path, jobs=jobs, own_disks=True, seconds=FAR, each=clocks)
+    mgrs = []
+    for index, at in enumerate((1000.0, 2000.0)):
+        with set_clock(lambda at=at: at):  # type: ignore[misc]
+            mgrs += managers(tmp_path / str(index), jobs=jobs[index : index + 1], seconds=FAR)
     assert steps(saved(mgrs, 1)) == [1, 1]
     found = [
         json.loads((tmp_path / str(index) / "1" / "ckpt.json").read_text()) for index in (0, 1)

@@ -35,7 +35,7 @@ from tests.support.simulated_job import (
 
 WRONG: dict[str, Any] = {
     "metrics": {"metrics": 3},
-    "metadata": {"metadata": object()},
+    "metadata": {"custom_metadata": object()},
     "items": {"items": 3},
 }
 
@@ -105,7 +105,7 @@ def test_a_save_that_is_cancelled_before_its_turn_keeps_nobody_waiting(tmp_path:
 def cancel_second(mgr: Any, begun: threading.Event) -> None:
     """Call a save, and cancel it while the one before it has not begun."""
     _, job, staged = mgr._service.saves.start(
-        2, STATE, None, None, None, None, force=False, overwrite=False
+        2, STATE, None, None, None, None, force=False, if_exists="error"
     )
     assert begun.wait(100)
     job.cancel()
@@ -114,7 +114,7 @@ def cancel_second(mgr: Any, begun: threading.Event) -> None:
 
 def test_waits_of_saves_for_an_absent_primary_do_not_add_up(tmp_path: Path) -> None:
     seconds = 4.0
-    policy = {"save_policy": lambda *_: True}
+    policy = {"save_when": lambda *_: True}
     mgrs = managers(tmp_path, seconds=seconds, each=[policy, policy])
     saved(mgrs, 0)
     began = time.monotonic()
@@ -137,7 +137,7 @@ def slow_policy(*_: Any) -> bool:
 
 
 def test_a_primary_whose_policy_or_metrics_take_their_time_is_waited_for(tmp_path: Path) -> None:
-    each = [{"save_policy": slow_policy}, {"save_policy": lambda *_: True}]
+    each = [{"save_when": slow_policy}, {"save_when": lambda *_: True}]
     mgrs = managers(tmp_path, seconds=1.0, each=each)
     assert steps(saved(mgrs, 1)) == [1, 1]
     pairs = zip(mgrs, [SlowNumber(), 1.0], strict=True)

@@ -12,7 +12,6 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt.policies import FixedInterval
 from tests.support.conditions import until
 from tests.support.odd_items import Odd, OddHandler
 from tests.support.simulated_job import FAR, STATE, closed, kinds, managers, steps, together
@@ -100,7 +99,7 @@ def test_what_process_0_has_looked_at_stops_nobody(tmp_path: Path, own_disks: bo
 
 @both
 def test_all_raise_it_where_a_policy_turns_the_step_down(tmp_path: Path, own_disks: bool) -> None:
-    with job(tmp_path, own_disks=own_disks, save_policy=FixedInterval(10)) as mgrs:
+    with job(tmp_path, own_disks=own_disks, save_when=ckpt.save_when.EverySteps(10)) as mgrs:
         failed(mgrs, 0)
         assert_heard(saves(mgrs, 1), 0)
         assert not any(saves(mgrs, 1))

@@ -231,7 +231,7 @@ def test_what_is_shared_is_lost_while_a_step_is_written(tmp_path: Path) -> None:
     assert all("connection reset" in str(each) for each in found)
     values.broken = None
     closed(mgrs)
-    assert names(tmp_path) == ["metadata"]
+    assert names(tmp_path) == []
 
 
 def test_a_primary_that_goes_silent_while_it_publishes_may_have_saved_the_step(
@@ -373,7 +373,7 @@ def test_a_step_that_is_replaced_after_the_primary_has_found_it(tmp_path: Path) 
 
     def replace() -> None:
         with ckpt.sync.CheckpointManager(tmp_path, coordinator=SingleProcess()) as mgr:
-            mgr.save(2, stepped(7), overwrite=True).result(30)
+            mgr.save(2, stepped(7), if_exists="replace").result(30)
 
     after_finding(mgrs[0], replace)
     began = time.monotonic()

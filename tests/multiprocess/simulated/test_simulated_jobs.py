@@ -10,7 +10,13 @@ import anyio
 import pytest
 
 import ckpt
-from ckpt._engine.save.joint.write_report import WriteReport, packed, same_items, unpacked
+from ckpt._engine.save.multihost.multihost_save import MultihostSave
+from ckpt._engine.save.multihost.save_report import (
+    SaveReport,
+    decode_report,
+    encode_report,
+    same_items,
+)
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import FileEntry
 from ckpt.errors import CoordinationError, InvalidArgumentError, StepNotFoundError, StorageError
@@ -59,6 +65,34 @@ def test_saves_of_several_tasks_keep_the_order_of_their_calls(tmp_path: Path) ->
     assert sorted(int(path.name) for path in tmp_path.glob("[0-9]*")) == list(range(9))
 
 
+def test_saves_are_queued_in_the_order_of_their_calls_whatever_they_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one of process 1 hears of earlier saves before the first one does."""
+    heed, heard = MultihostSave.heed, [anyio.Event()]
+
+    async def late(self: MultihostSave, *given: Any, **options: Any) -> None:
+        await heed(self, *given, **options)
+        if self.group.index:
+            if "step 0" in self._what:
+                await heard[0].wait()
+            heard[0].set()
+
+    monkeypatch.setattr(MultihostSave, "heed", late)
+    jobs = coordinators(2)
+
+    async def run(job: Any) -> None:
+        timeouts = ckpt.Timeouts(coordination=10.0)
+        async with (
+            ckpt.CheckpointManager(tmp_path, coordinator=job, timeouts=timeouts) as mgr,
+            anyio.create_task_group() as tasks,
+        ):
+            for step in range(2):
+                tasks.start_soon(mgr.save, step, STATE)
+
+    assert together(*(lambda j=j: anyio.run(run, j) for j in jobs)) == [None, None]
+
+
 def test_one_restore_too_many_harms_no_later_one(tmp_path: Path) -> None:
     mgrs = managers(tmp_path)
     saved(mgrs, 1)
@@ -72,11 +106,11 @@ def test_one_restore_too_many_harms_no_later_one(tmp_path: Path) -> None:
 
 def test_the_others_hear_why_the_primary_cannot_open_the_root(tmp_path: Path) -> None:
     # Far above what telling takes, and far below what the test may take.
-    mgrs = managers(tmp_path / "none", seconds=60.0, create=False)
+    mgrs = managers(tmp_path / "none", seconds=60.0, mode="r+")
     opened, told = together(mgrs[0].__enter__, lambda: mgrs[1].save(1, STATE))
     assert isinstance(opened, StorageError)
     assert isinstance(told, StorageError)
-    assert "create=False" in str(told)
+    assert "mode='r+'" in str(told)
     closed(mgrs)
 
 
@@ -110,7 +144,7 @@ def test_a_step_that_only_some_disks_have_is_none(tmp_path: Path) -> None:
     assert not (tmp_path / "1" / "2").exists()
     missing = together(*(lambda m=m: m.delete(2) for m in mgrs))
     assert [type(each) for each in missing] == [StepNotFoundError] * 2
-    refused = saved(mgrs, 1, overwrite=True)
+    refused = saved(mgrs, 1, if_exists="replace")
     assert [type(each) for each in refused] == [InvalidArgumentError] * 2
     assert together(*(mgr.latest_step for mgr in mgrs)) == [1, 1]
     closed(mgrs)
@@ -139,13 +173,13 @@ def test_what_ended_leaves_nothing_behind_and_what_failed_no_reports(
 
 
 def test_what_a_process_tells_of_its_save_is_understood_or_refused() -> None:
-    told = packed(
-        WriteReport({"a": ItemEntry(handler="json")}, {}, {"a/f": FileEntry(size=1, digest="")})
+    told = encode_report(
+        SaveReport({"a": ItemEntry(handler="json")}, {}, {"a/f": FileEntry(size=1, digest="")})
     )
-    assert unpacked(told).files["a/f"].size == 1
+    assert decode_report(told).files["a/f"].size == 1
     for wrong in (b"", told[:20], told.replace(b"entries", b"entires"), told.replace(b"1", b"x")):
         with pytest.raises(CoordinationError, match="same version"):
-            unpacked(wrong)
-    tree = WriteReport({"a": ItemEntry(handler="json")}, {"a": None})  # type: ignore[dict-item]
+            decode_report(wrong)
+    tree = SaveReport({"a": ItemEntry(handler="json")}, {"a": None})  # type: ignore[dict-item]
     with pytest.raises(CoordinationError, match="a tree"):
-        same_items([tree, unpacked(told)])
+        same_items([tree, decode_report(told)])

@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from ckpt import policies
+import ckpt
 from ckpt.coordination import OwnDisks
 from ckpt.errors import (
     CommitCancelledError,
@@ -51,7 +51,7 @@ async def no_luck(*_: Any, **__: Any) -> None:
 
 def test_a_policy_decides_for_all(tmp_path: Path) -> None:
     """They look at their disks together: the primary says yes or no before."""
-    mgrs = managers(tmp_path, own_disks=True, seconds=10.0, save_policy=policies.FixedInterval(2))
+    mgrs = managers(tmp_path, own_disks=True, seconds=10.0, save_when=ckpt.save_when.EverySteps(2))
     assert steps(saved(mgrs, 2, STATE)) == [2, 2]
     skipped = saved(mgrs, 3, STATE)
     assert kinds(skipped) == [SaveSkippedError] * 2
@@ -107,8 +107,8 @@ def test_a_call_too_many_harms_no_later_save_of_the_step(tmp_path: Path) -> None
 
 
 def test_policies_count_only_what_all_disks_have(tmp_path: Path) -> None:
-    latest = policies.LatestN(2)
-    mgrs = managers(tmp_path, own_disks=True, seconds=FAR, preservation=latest)
+    latest = ckpt.keep.Latest(2)
+    mgrs = managers(tmp_path, own_disks=True, seconds=FAR, keep=latest)
     for step in (3, 4):
         assert steps(saved(mgrs, step)) == [step, step]
     for failing, step in ((1, 5), (0, 6)):
@@ -126,8 +126,8 @@ def test_policies_count_only_what_all_disks_have(tmp_path: Path) -> None:
 
 
 def test_what_one_process_keeps_all_keep(tmp_path: Path) -> None:
-    best = policies.BestN(1, "loss", "min")
-    mgrs = managers(tmp_path, own_disks=True, seconds=FAR, preservation=best)
+    best = ckpt.keep.Best(1, "loss", "min")
+    mgrs = managers(tmp_path, own_disks=True, seconds=FAR, keep=best)
     for step, losses in enumerate([(1.0, 5.0), (2.0, 4.0), (3.0, 3.0), (4.0, 2.0), (0.5, 9.0)]):
         pairs = list(zip(mgrs, losses, strict=True))
         assert steps(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ckpt
-from ckpt._engine.save.joint.write_report import unpacked
+from ckpt._engine.save.multihost.save_report import decode_report
 from ckpt._format.manifest import Manifest, decode
 from ckpt._format.step_files.step_part import PART_FILE, StepPart, decode_part
 from ckpt.errors import InvalidArgumentError
@@ -41,7 +41,7 @@ def test_the_parts_of_a_step_have_each_chunk_once(tmp_path: Path) -> None:
         assert (part.process, part.count) == (index, 3)
         assert PART_FILE in manifest.files
         # Sizes and digests of its files are those of the manifest.
-        report = unpacked(part.report)
+        report = decode_report(part.report)
         assert report.files == {path: manifest.files[path] for path in part.files}
         rows = report.trees["default"].written.rows
         chunks += zip(rows["leaf"].tolist(), rows["number"].tolist(), strict=True)

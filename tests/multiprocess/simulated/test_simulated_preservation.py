@@ -14,13 +14,16 @@ import ckpt
 import ckpt.sync
 from ckpt import errors
 from ckpt._engine.save.item_removal import delete_items
-from ckpt.policies import BestN, LatestN, PreserveAll
 from ckpt.storage import open_root
 from ckpt.storage._manifests import read_manifest
 from tests.support.simulated_job import FAR, closed, managers, steps, together
 
 # An empty tree has no file where each process has its own disk.
-POLICIES: dict[str, Any] = {"empty": PreserveAll(), "params": LatestN(2), "*": LatestN(1)}
+POLICIES: dict[str, Any] = {
+    "empty": ckpt.keep.All(),
+    "params": ckpt.keep.Latest(2),
+    "*": ckpt.keep.Latest(1),
+}
 
 
 def save(mgrs: Sequence[Any], step: int, losses: Sequence[float] = (1.0, 1.0)) -> None:
@@ -38,7 +41,7 @@ def save(mgrs: Sequence[Any], step: int, losses: Sequence[float] = (1.0, 1.0)) -
 
 
 def items_of(mgr: Any, *steps: int) -> dict[int, tuple[str, ...]]:
-    return {step: ckpt.sync.metadata(f"{mgr.root}/{step}").info.items for step in steps}
+    return {step: ckpt.sync.metadata(f"{mgr.directory}/{step}").info.items for step in steps}
 
 
 @pytest.mark.parametrize("own_disks", [False, True])
@@ -47,7 +50,7 @@ def test_all_processes_see_the_same_items(tmp_path: Path, own_disks: bool) -> No
         tmp_path,
         own_disks=own_disks,
         seconds=FAR,
-        preservation=POLICIES,
+        keep=POLICIES,
     )
     for step in range(1, 5):
         save(mgrs, step)
@@ -58,8 +61,8 @@ def test_all_processes_see_the_same_items(tmp_path: Path, own_disks: bool) -> No
             2: ("empty",),
             3: ("params", "empty"),
         }
-        info = ckpt.sync.metadata(f"{mgr.root}/3").info
-        assert [(each.item, each.policy) for each in info.dropped] == [("opt_state", "LatestN(1)")]
+        info = ckpt.sync.metadata(f"{mgr.directory}/3").info
+        assert [(each.item, each.policy) for each in info.dropped] == [("opt_state", "Latest(1)")]
     found = together(*(lambda m=m: m.restore(3, items=["opt_state"]) for m in mgrs))
     for each in found:
         assert isinstance(each, errors.ItemDroppedError)
@@ -79,10 +82,10 @@ def test_what_one_disk_has_lost_goes_from_the_others(tmp_path: Path) -> None:
     async def drop() -> None:
         storage = open_root(tmp_path / "1")
         manifest = await read_manifest(storage, "1", step=1)
-        await delete_items(storage, "1", manifest, {"opt_state": "LatestN(1)"}, 0)
+        await delete_items(storage, "1", manifest, {"opt_state": "Latest(1)"}, 0)
 
     anyio.run(drop)
-    mgrs = managers(tmp_path, own_disks=True, seconds=FAR, preservation=POLICIES)
+    mgrs = managers(tmp_path, own_disks=True, seconds=FAR, keep=POLICIES)
     assert together(*(mgr.all_steps for mgr in mgrs)) == [[1, 2]] * 2
     save(mgrs, 3)
     for mgr in mgrs:
@@ -91,8 +94,8 @@ def test_what_one_disk_has_lost_goes_from_the_others(tmp_path: Path) -> None:
 
 
 def test_an_item_that_one_process_keeps_all_keep(tmp_path: Path) -> None:
-    policies = {"params": BestN(1, "loss", "min"), "*": LatestN(1)}
-    mgrs = managers(tmp_path, own_disks=True, seconds=FAR, preservation=policies)
+    policies = {"params": ckpt.keep.Best(1, "loss", "min"), "*": ckpt.keep.Latest(1)}
+    mgrs = managers(tmp_path, own_disks=True, seconds=FAR, keep=policies)
     for step, losses in enumerate([(1.0, 5.0), (2.0, 4.0), (3.0, 6.0)]):
         save(mgrs, step, losses)
     # The best of process 0 is the first one, that of process 1 the second.

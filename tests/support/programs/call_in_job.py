@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 import ckpt
 import ckpt.sync
-from ckpt import policies
 from ckpt.coordination._jobs import SingleProcess, default_coordinator
 from ckpt.errors import CheckpointError
 from ckpt.storage._local.storage import LocalStorage
+from ckpt.testing.clock import set_clock
 from tests.support.real_jobs import tell
 
 root = Path(sys.argv[1])
@@ -102,7 +102,7 @@ def slow_in_a_row() -> Any:
 
     LocalStorage.write_block = slowly  # type: ignore[assignment]
     try:
-        with manager("slow", save_policy=lambda step, previous, context: True) as mgr:
+        with manager("slow", save_when=lambda step, previous, context: True) as mgr:
             commits = [mgr.save(step, state(step)) for step in range(6)]
             return [commit.result(60).step for commit in commits]
     finally:
@@ -111,7 +111,7 @@ def slow_in_a_row() -> Any:
 
 def far_ahead() -> Any:
     """The primary decides about step after step, and the others come much later."""
-    with manager("ahead", save_policy=policies.FixedInterval(100)) as mgr:
+    with manager("ahead", save_when=ckpt.save_when.EverySteps(100)) as mgr:
         mgr.save(0, state(0)).result(60)
         together("ahead begins")
         if me:
@@ -130,10 +130,10 @@ def by_time() -> Any:
         now[0] += 1 + me
         return now[0]
 
-    def every_third(step: int, previous: Any, context: policies.SaveContext) -> bool:
+    def every_third(step: int, previous: Any, context: ckpt.save_when.SaveContext) -> bool:
         return int(context.now) % 3 == 0
 
-    with manager("time", save_policy=every_third, clock=clock) as mgr:
+    with set_clock(clock), manager("time", save_when=every_third) as mgr:
         found = [bool(mgr.save(step, state(step))) for step in range(8)]
         found.append(bool(mgr.save(8, state(8), force=True)))
         mgr.wait_until_finished()
@@ -143,7 +143,7 @@ def by_time() -> Any:
 
 def skips() -> Any:
     """With backlog="skip" the primary says whether one is under way."""
-    with manager("skip", backlog="skip") as mgr:
+    with manager("skip", staging=ckpt.Staging(backlog="skip")) as mgr:
         storage, called = mgr._service.storage, threading.Event()
         publish = storage.publish
 
@@ -161,15 +161,15 @@ def skips() -> Any:
 
 def told_with_it() -> Any:
     """Metrics, metadata and what replaces a step."""
-    with manager("told", metadata={"run": "a"}) as mgr:
-        mgr.save(1, state(1), metrics={"loss": 0.5}, metadata={"note": me}).result(60)
-        mgr.save(1, state(7), metrics={"loss": 0.25}, overwrite=True).result(60)
+    with manager("told", custom_metadata={"run": "a"}) as mgr:
+        mgr.save(1, state(1), metrics={"loss": 0.5}, custom_metadata={"note": me}).result(60)
+        mgr.save(1, state(7), metrics={"loss": 0.25}, if_exists="replace").result(60)
         together("overwritten")
         info = mgr.metadata(1).info
         return [
             is_right(mgr.restore(1, like=state(0)), 7),
             info.metrics,
-            info.metadata,
+            info.custom_metadata,
             mgr.root_metadata(),
         ]
 
@@ -187,7 +187,7 @@ def exists() -> Any:
 def keeps() -> Any:
     """Only the latest step is kept, while others are restored."""
     found = []
-    with manager("keeps", preservation=policies.LatestN(1)) as mgr:
+    with manager("keeps", keep=ckpt.keep.Latest(1)) as mgr:
         for step in range(6):
             commit = mgr.save(step, state(step))
             if step:

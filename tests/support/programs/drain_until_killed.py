@@ -14,7 +14,7 @@ from itertools import count
 import anyio
 
 import ckpt
-from ckpt._tiers.drains.drain import Drained, missing
+from ckpt._tiers.drains.drain import DrainResult, missing
 from ckpt._tiers.drains.drainer import DrainRoute, draining
 from ckpt.storage._resolve import open_root
 from tests.support.numbered_states import state_of
@@ -28,20 +28,20 @@ def say(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
-def told(drained: Drained) -> None:
+def told(drained: DrainResult) -> None:
     say(f"drained {drained.step} {drained.outcome}")
 
 
 async def main() -> None:
     route = DrainRoute(open_root(near), open_root(far))
-    keep = ckpt.policies.LatestN(2)
+    keep = ckpt.keep.Latest(2)
     async with draining(route, told, most_waiting=1000) as drainer:
         for step in await missing(route.source, route.target):
             await drainer.request(step)
         if mode == "finish":
             await drainer.finish()
             return
-        async with ckpt.CheckpointManager(near, preservation=keep) as mgr:
+        async with ckpt.CheckpointManager(near, keep=keep) as mgr:
             latest = await mgr.latest_step()
             for step in count(0 if latest is None else latest + 1):
                 await mgr.save(step, state_of(step, large=LARGE), durable=True)

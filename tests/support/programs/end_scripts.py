@@ -314,7 +314,7 @@ def blocks_the_library() -> None:
         else:
             show([name, "returned", ""])
 
-    def observe(event: ckpt.Event) -> None:
+    def observe(event: ckpt.types.Event) -> None:
         if event.phase == "write":
             gate.wait()
             attempt("observer result", commits[0].result)
@@ -329,6 +329,7 @@ def blocks_the_library() -> None:
             "resume": lambda: mgr.resume(SMALL),
             "should_save": lambda: mgr.should_save(9),
             "all_steps": mgr.all_steps,
+            "steps": mgr.steps,
             "latest_step": mgr.latest_step,
             "metadata": lambda: mgr.metadata(0),
             "metrics": lambda: mgr.metrics(0),

@@ -32,6 +32,7 @@ from ckpt.coordination._heartbeat import introduce
 from ckpt.coordination._jobs import default_coordinator
 from ckpt.coordination._operation import Operation
 from ckpt.handlers._pytree import PyTreeHandler
+from ckpt.storage._local import storage as local_storage
 from ckpt.storage._local.storage import LocalStorage
 from tests.support.real_jobs import at, tell
 
@@ -126,7 +127,7 @@ def staged(owner: Any, name: str, stage: str, *, after: bool = False, path: str 
     setattr(owner, name, run)
 
 
-LocalStorage.largest_file_bytes = 1 << 20  # type: ignore[assignment]
+local_storage._LARGEST_FILE_BYTES = 1 << 20
 staged(LocalStorage, "begin", "begin")
 staged(LocalStorage, "join", "begin")
 staged(PyTreeHandler, "stage", "stage")

@@ -1,6 +1,6 @@
-"""The keeper of one part: `join_until_killed.py NEAR FAR PROCESS COUNT`.
+"""The agent of one part: `join_until_killed.py NEAR FAR PROCESS COUNT`.
 
-It joins all steps of NEAR with those of the other keepers at FAR, slowly, and ends.
+It joins all steps of NEAR with those of the other agents at FAR, slowly, and ends.
 Prints `begun` and `ended N OUTCOME`.
 """
 
@@ -11,18 +11,18 @@ import sys
 
 import anyio
 
-from ckpt._tiers.drains.drain import Drained
+from ckpt._tiers.drains.drain import DrainResult
 from ckpt._tiers.drains.drainer import DrainRoute, draining
-from ckpt._tiers.joins import board
-from ckpt._tiers.joins.way import joining
+from ckpt._tiers.joins import join_notes
+from ckpt._tiers.joins.part_transfer import part_transfer
 from ckpt.storage._resolve import open_root
 
 near, far = sys.argv[1:3]
 process, count = map(int, sys.argv[3:])
 # A part takes half a second, and what is gone is noticed soon.
 BYTES_PER_SECOND = 8e6
-board.FIRST_PAUSE_SECONDS, board.LONGEST_PAUSE_SECONDS = 0.01, 0.05
-board.SIGN_SECONDS, board.STALE_SECONDS, board.LOOK_SECONDS = 0.1, 1.0, 0.5
+join_notes.FIRST_PAUSE_SECONDS, join_notes.LONGEST_PAUSE_SECONDS = 0.01, 0.05
+join_notes.SIGN_SECONDS, join_notes.STALE_SECONDS, join_notes.LOOK_SECONDS = 0.1, 1.0, 0.5
 
 
 def say(line: str) -> None:
@@ -30,14 +30,16 @@ def say(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
-def told(drained: Drained) -> None:
+def told(drained: DrainResult) -> None:
     say(f"ended {drained.step} {drained.outcome}")
 
 
 async def main() -> None:
     route = DrainRoute(open_root(near), open_root(far))
-    way = joining(process, count)
-    async with draining(route, told, bytes_per_second=BYTES_PER_SECOND, way=way) as drainer:
+    strategy = part_transfer(process, count)
+    async with draining(
+        route, told, bytes_per_second=BYTES_PER_SECOND, strategy=strategy
+    ) as drainer:
         say("begun")
         for name in os.listdir(near):
             if name.isdigit():

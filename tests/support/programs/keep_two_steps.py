@@ -14,7 +14,7 @@ import ckpt
 import ckpt.sync
 
 root, first, stride, count = sys.argv[1], *map(int, sys.argv[2:])
-with ckpt.sync.CheckpointManager(root, preservation=ckpt.policies.LatestN(2)) as mgr:
+with ckpt.sync.CheckpointManager(root, keep=ckpt.keep.Latest(2)) as mgr:
     os.write(1, b"ready\n")
     sys.stdin.readline()
     for step in range(first, first + stride * count, stride):

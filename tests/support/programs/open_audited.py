@@ -74,7 +74,7 @@ def everything(path: Path) -> None:
         lambda: ckpt.sync.load(path, like=like),
         lambda: str(ckpt.sync.metadata(path)),
         lambda: ckpt.sync.verify(path),
-        lambda: ckpt.sync.CheckpointManager(path.parent, read_only=True).all_steps(),
+        lambda: ckpt.sync.CheckpointManager(path.parent, mode="r").all_steps(),
     ):
         try:
             call()

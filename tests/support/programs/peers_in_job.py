@@ -17,14 +17,14 @@ The JSON is an object:
     saves      whether the first step is saved to the root, too
     ports      as of `PeerCopies`, of each process
     boot_ids   files that tell which machine each process is on
-    seconds    after how long a keeper that does not answer is ended
+    seconds    after how long an agent that does not answer is ended
     full       a process that can write nothing more after its first snapshot
     delete     a step that is deleted in the end
     then       `end`, `raise`, or `wait` to be killed
 
 It tells the step that `resume` has given, whether the state is that of this step, where that was
 found, why snapshots were not taken, and the most snapshots that its host has had at a time: its
-own, and those that it holds. It prints `start STEP RIGHT`, `keeper PID`, `saved STEP`, and `held
+own, and those that it holds. It prints `start STEP RIGHT`, `agent PID`, `saved STEP`, and `held
 STEP` when that one is on all peers.
 """
 
@@ -46,7 +46,7 @@ import jax.numpy as jnp
 import ckpt
 import ckpt.storage
 import ckpt.sync
-from ckpt._tiers import snapshot_peers
+from ckpt._tiers import peer_replication
 from tests.support.parts_of_states import is_right, state_of
 from tests.support.real_jobs import at, tell
 
@@ -64,8 +64,8 @@ if given.get("endpoints"):
     root = ckpt.storage.GCS(root) if is_gcs else ckpt.storage.S3(root, endpoint=endpoint, **S3)
 host = Path(given["hosts"][index])
 if given.get("boot_ids"):
-    snapshot_peers._BOOT_ID = Path(given["boot_ids"][index])
-snapshot_peers._ANSWER_SECONDS = given.get("seconds", 200.0)
+    peer_replication._BOOT_ID = Path(given["boot_ids"][index])
+peer_replication._ANSWER_SECONDS = given.get("seconds", 200.0)
 most = {"own": 0, "held": 0}
 
 
@@ -101,7 +101,7 @@ with ckpt.sync.CheckpointManager(root, tiers=[memory], timeouts=limits) as mgr:
     places = [] if found is None else list(mgr.metadata(found).info.tiers)
     right = start == 0 or is_right(state, start - 1)
     say("start", start, right)
-    say("keeper", mgr._service._keeper._process.pid)  # type: ignore[union-attr]
+    say("agent", mgr._service._agent._process.pid)  # type: ignore[union-attr]
     first = start if given.get("first") is None else given["first"]
     commits = []
     if given.get("saves"):

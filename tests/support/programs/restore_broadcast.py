@@ -101,7 +101,7 @@ def problems(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def total(events: list[ckpt.Event], phase: str) -> int:
+def total(events: list[ckpt.types.Event], phase: str) -> int:
     return sum(event.nbytes for event in events if event.phase == phase)
 
 
@@ -109,9 +109,9 @@ def plain() -> dict[str, Any]:
     """The plain manager, with much memory and with as little as may be."""
     told: dict[str, Any] = {}
     for nbytes in (64 * MIB, MIB):
-        events: list[ckpt.Event] = []
+        events: list[ckpt.types.Event] = []
         with ckpt.sync.CheckpointManager(
-            root, read_only=True, timeouts=TIMEOUTS, observers=[events.append]
+            root, mode="r", timeouts=TIMEOUTS, observers=[events.append]
         ) as mgr:
             found = mgr.restore(1, target(), broadcast_bytes=nbytes)
         told[str(nbytes)] = {
@@ -145,7 +145,7 @@ def awaited() -> dict[str, Any]:
 
     async def main() -> Any:
         async with (
-            ckpt.CheckpointManager(root, read_only=True, timeouts=TIMEOUTS) as mgr,
+            ckpt.CheckpointManager(root, mode="r", timeouts=TIMEOUTS) as mgr,
             anyio.create_task_group() as tasks,
         ):
             tasks.start_soon(beat)
@@ -168,7 +168,7 @@ def surgery() -> dict[str, Any]:
         select=["rows", "everywhere"],
         transforms=[ckpt.surgery.concatenate(["rows", "everywhere"], to="both", axis=1)],
     )
-    with ckpt.sync.CheckpointManager(root, read_only=True, timeouts=TIMEOUTS) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r", timeouts=TIMEOUTS) as mgr:
         found = mgr.restore(1, {"both": both}, adapt=adapt, broadcast_bytes=4 * MIB)
         # As training loops have it, against what they did not mean to do.
         with jax.transfer_guard("disallow"):
@@ -207,7 +207,7 @@ def refusals() -> dict[str, Any]:
     two = {**one, "rows": like("rows", everywhere)}
     adapt = ckpt.Adapt(extra="ignore")
     told: dict[str, Any] = {}
-    with ckpt.sync.CheckpointManager(root, read_only=True, timeouts=TIMEOUTS) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r", timeouts=TIMEOUTS) as mgr:
         nbytes = 4 * MIB if index else 8 * MIB
         told["bytes"] = outcome(lambda: mgr.restore(1, one, adapt=adapt, broadcast_bytes=nbytes))
         none = None if index else 4 * MIB
@@ -234,7 +234,7 @@ def refusals() -> dict[str, Any]:
 def damaged() -> dict[str, Any]:
     """One step has a flipped byte, another one a file that was cut; a third is whole."""
     told: dict[str, Any] = {}
-    with ckpt.sync.CheckpointManager(root, read_only=True, timeouts=TIMEOUTS) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r", timeouts=TIMEOUTS) as mgr:
         for step in (3, 4, 1):
             told[str(step)] = outcome(
                 lambda step=step: mgr.restore(step, target(), broadcast_bytes=2 * MIB)
@@ -247,7 +247,7 @@ def cancelled() -> dict[str, Any]:
 
     async def main() -> Any:
         events: list[str] = []
-        async with ckpt.CheckpointManager(root, read_only=True, timeouts=TIMEOUTS) as mgr:
+        async with ckpt.CheckpointManager(root, mode="r", timeouts=TIMEOUTS) as mgr:
             try:
                 with anyio.CancelScope() as scope:
                     if index == 1:
@@ -266,14 +266,12 @@ def cancelled() -> dict[str, Any]:
 def stops() -> dict[str, Any]:
     """Process 1 goes no further after the first exchange."""
 
-    def watch(event: ckpt.Event) -> None:
+    def watch(event: ckpt.types.Event) -> None:
         if event.phase == "exchange" and index == 1:
             at("exchanged once")
 
     timeouts = ckpt.Timeouts(coordination=2.0)
-    with ckpt.sync.CheckpointManager(
-        root, read_only=True, timeouts=timeouts, observers=[watch]
-    ) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r", timeouts=timeouts, observers=[watch]) as mgr:
         began = time.monotonic()
         told = outcome(lambda: mgr.restore(1, target(), broadcast_bytes=2 * MIB))
         return {**told, "seconds": time.monotonic() - began}
@@ -287,7 +285,7 @@ def holds() -> dict[str, Any]:
         is_read = anyio.Event()
         wake = waker(is_read)
 
-        def watch(event: ckpt.Event) -> None:
+        def watch(event: ckpt.types.Event) -> None:
             if event.phase == "fetch" and index == 1:
                 wake()
 
@@ -296,9 +294,7 @@ def holds() -> dict[str, Any]:
             at("is read")
 
         async with (
-            ckpt.CheckpointManager(
-                root, read_only=True, timeouts=timeouts, observers=[watch]
-            ) as mgr,
+            ckpt.CheckpointManager(root, mode="r", timeouts=timeouts, observers=[watch]) as mgr,
             anyio.create_task_group() as tasks,
         ):
             tasks.start_soon(stand_still)

@@ -28,7 +28,7 @@ from ckpt._engine.restore.pipeline import restore_items
 from ckpt._format.manifest import decode, encode
 from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine
-from ckpt._steps.restores.requests import wanted_items
+from ckpt._steps.restores.restore_arguments import RestoreOptions, wanted_items
 from ckpt.storage._manifests import read_manifest
 from ckpt.storage._resolve import open_step_dir
 from tests.support.real_jobs import at, tell
@@ -165,7 +165,8 @@ async def restored(target: Any) -> tuple[Any, list[Any]]:
     engine = make_engine(Staging(), (), [events.append])
     storage, step_dir = open_step_dir(root / "x", follow=True)
     manifest = await read_manifest(storage, step_dir)
-    wanted = wanted_items(manifest, target, None, ckpt.Adapt(extra="ignore"))
+    options = RestoreOptions(like=target, adapt=ckpt.Adapt(extra="ignore"))
+    wanted = wanted_items(manifest, options)
     restore = RestoreContext(storage, step_dir, manifest, engine, engine.observers, index, count)
     found = await restore_items(restore, wanted)
     return found["default"], events

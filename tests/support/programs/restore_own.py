@@ -16,7 +16,7 @@ from tests.support.stateful_objects import Averages, Counter
 
 rows = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
 target = jax.ShapeDtypeStruct((512, 1024), np.float32, sharding=rows)
-with ckpt.sync.CheckpointManager(Path(sys.argv[1]), read_only=True) as mgr:
+with ckpt.sync.CheckpointManager(Path(sys.argv[1]), mode="r") as mgr:
     found = mgr.restore(
         1,
         items={

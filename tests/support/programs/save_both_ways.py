@@ -98,8 +98,8 @@ for place, job in ((root / "shared", None), (root / str(index), OwnDisks(JaxDist
         coordinator=job,
         handlers={"config": ckpt.handlers.JsonHandler()},
         formats=FORMATS,
-        metadata={"run": "one"},
-        vital_signs=True,
+        custom_metadata={"run": "one"},
+        extensions=[ckpt.extensions.VitalSigns()],
     ) as mgr:
         saved, metrics = items(), {"loss": 0.5, "eval": {"nan": float("nan")}}
         mgr.save(1, items=saved, metrics=metrics).result(60)

@@ -102,16 +102,16 @@ def of_integers(*box: Any) -> Any:
 
 def roundtrip() -> None:
     """Save steps, with all a manager may be asked, and restore; `ROOT [VITAL_SIGNS]`."""
-    mode: Any = sys.argv[3] if len(sys.argv) > 3 else True
+    mode: Any = sys.argv[3] if len(sys.argv) > 3 else "auto"
     if mode == "device":
         # The shards of these arrays are small.
         device_pass._LEAST_BYTES = 1
         vars(contents)["box_signs"] = of_integers
     with ckpt.sync.CheckpointManager(
         root,
-        preservation=ckpt.policies.LatestN(2),
-        metadata={"run": "one"},
-        vital_signs=mode,
+        keep=ckpt.keep.Latest(2),
+        custom_metadata={"run": "one"},
+        extensions=[ckpt.extensions.VitalSigns(mode)],
     ) as mgr:
         for step in (1, 2, 3):
             info = mgr.save(step, state(step), metrics={"loss": 1.0 / step}).result(60)
@@ -147,7 +147,7 @@ def apart() -> None:
     told: dict[str, Any] = {}
     timeouts = ckpt.Timeouts(coordination=10.0)
     with ckpt.sync.CheckpointManager(
-        own, coordinator=job, timeouts=timeouts, vital_signs=True
+        own, coordinator=job, timeouts=timeouts, extensions=[ckpt.extensions.VitalSigns()]
     ) as mgr:
         if kind == "save":
             for step in (1, 2, 3):
@@ -181,7 +181,9 @@ def drifting(place: Path = root, job: OwnDisks | None = None) -> None:
             ("own", NamedSharding(line, P("x")), bad),
         )
     }
-    with ckpt.sync.CheckpointManager(place, coordinator=job, vital_signs="device") as mgr:
+    with ckpt.sync.CheckpointManager(
+        place, coordinator=job, extensions=[ckpt.extensions.VitalSigns("device")]
+    ) as mgr:
         info = mgr.save(1, state).result(60)
         assert info is not None
         is_asked = index == 0 or job is not None
@@ -195,7 +197,7 @@ def elsewhere() -> None:
     array = jax.make_array_from_callback(
         values.shape, sharding, values.__getitem__, dtype=values.dtype
     )
-    with ckpt.sync.CheckpointManager(root, vital_signs=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         mgr.save(1, {"elsewhere": array}).result(60)
     tell("saved")
 
@@ -203,7 +205,7 @@ def elsewhere() -> None:
 def restored() -> None:
     """Restore what a job of another size has saved."""
     step = int(sys.argv[3])
-    with ckpt.sync.CheckpointManager(root, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
         problems = wrong(mgr.restore(like=state(0)), step)
         report = mgr.verify()
     tell({"problems": problems, "ok": report.ok, "damage": list(map(str, report.problems))})

@@ -47,13 +47,19 @@ def tell() -> None:
     os.write(1, f"{json.dumps(found)}\n".encode())
 
 
-with ckpt.sync.CheckpointManager(root, preservation=ckpt.policies.LatestN(2)) as mgr:
+with ckpt.sync.CheckpointManager(root, keep=ckpt.keep.Latest(2)) as mgr:
     step = -1
     for number in range(saves):
         again = number % 10 == 9
         step += not again
         state = state_of(number)
-        mgr.save(step, state, metadata=number, metrics={"n": number}, overwrite=again).result()
+        mgr.save(
+            step,
+            state,
+            custom_metadata=number,
+            metrics={"n": number},
+            if_exists="replace" if again else "error",
+        ).result()
         if number % 50 == 49:
             assert differences(state, mgr.restore()) == []
         if number + 1 in (saves // 5, saves):

@@ -14,7 +14,7 @@ import ckpt
 import ckpt.sync
 
 root, count = sys.argv[1], int(sys.argv[2])
-with ckpt.sync.CheckpointManager(root, preservation=ckpt.policies.LatestN(1)) as mgr:
+with ckpt.sync.CheckpointManager(root, keep=ckpt.keep.Latest(1)) as mgr:
     for step in range(count):
         mgr.save(step, {"w": np.full(1 << 14, step, np.int64)}).result()
         os.write(1, f"ack {step}\n".encode())

@@ -21,7 +21,7 @@ kill = rest[1:]
 left = int(kill[1]) if kill else 0
 
 
-def observe(event: ckpt.Event) -> None:
+def observe(event: ckpt.types.Event) -> None:
     global left
     if kill and event.operation == "save" and event.phase == kill[0]:
         left -= 1
@@ -29,17 +29,22 @@ def observe(event: ckpt.Event) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-preservation = ckpt.policies.LatestN(2) if mode == "preserve" else None
-with ckpt.sync.CheckpointManager(root, preservation=preservation, observers=[observe]) as mgr:
+preservation = ckpt.keep.Latest(2) if mode == "preserve" else None
+with ckpt.sync.CheckpointManager(root, keep=preservation, observers=[observe]) as mgr:
     latest = mgr.latest_step()
     first = 0
     if latest is not None:
-        first = mgr.metadata(latest).info.metadata + 1
+        first = mgr.metadata(latest).info.custom_metadata + 1
     for number in range(first, first + saves):
         step = 0 if mode == "overwrite" else number
         state = state_of(number)
         try:
-            mgr.save(step, state, metadata=number, overwrite=mode == "overwrite").result()
+            mgr.save(
+                step,
+                state,
+                custom_metadata=number,
+                if_exists="replace" if mode == "overwrite" else "error",
+            ).result()
             line = f"ack {number}\n"
         except ckpt.errors.StorageError as error:
             line = f"failed {number} {error.errno}\n"

@@ -2,7 +2,7 @@
 
 It tells the step that `resume` has given, and whether the state is that of this step; takes the
 snapshots of two more steps, saves the first of them, and then ends (`end`), or waits to be killed
-(`wait`). With `flush` its keepers write the last snapshot then, in both cases.
+(`wait`). With `flush` its agents write the last snapshot then, in both cases.
 """
 
 from __future__ import annotations

@@ -71,7 +71,13 @@ def act() -> None:
 def train() -> None:
     memory = ckpt.tiers.SharedMemory(directory=directory, flush="keep" not in options)
     signals = (signal.SIGTERM,) if "preempt" in options else ()
-    mgr = ckpt.sync.CheckpointManager(root, tiers=[memory], preemption_signals=signals)
+    mgr = ckpt.sync.CheckpointManager(
+        root,
+        tiers=[memory],
+        save_when=ckpt.save_when.Any(
+            ckpt.save_when.EverySteps(1), ckpt.save_when.Preempted(signals)
+        ),
+    )
     if then == "exit":
         take(mgr)
         return

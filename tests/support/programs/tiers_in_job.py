@@ -10,7 +10,7 @@ The JSON is an object:
     raises     the process that raises an error in the end; None for none
     then       `end`, or `wait` to be killed
 
-It prints `start STEP RIGHT`, `keeper PID`, and `snapshot STEP` for each that all processes have. It
+It prints `start STEP RIGHT`, `agent PID`, and `snapshot STEP` for each that all processes have. It
 tells where it has begun.
 """
 
@@ -41,7 +41,7 @@ if given.get("hosts"):
         )
     )
 if given.get("disk"):
-    tiers.append(ckpt.tiers.Tier(given["disk"], preservation=ckpt.policies.LatestN(2)))
+    tiers.append(ckpt.tiers.Tier(given["disk"], keep=ckpt.keep.Latest(2)))
 limits = ckpt.Timeouts(coordination=200.0)
 with ckpt.sync.CheckpointManager(root, tiers=tiers, timeouts=limits) as mgr:
     start, state = mgr.resume(lambda: state_of(0), like=state_of(0))
@@ -49,7 +49,7 @@ with ckpt.sync.CheckpointManager(root, tiers=tiers, timeouts=limits) as mgr:
     places = [] if found is None else list(mgr.metadata(found).info.tiers)
     right = start == 0 or is_right(state, start - 1)
     os.write(1, f"start {start} {right}\n".encode())
-    os.write(1, f"keeper {mgr._service._keeper._process.pid}\n".encode())  # type: ignore[union-attr]
+    os.write(1, f"agent {mgr._service._agent._process.pid}\n".encode())  # type: ignore[union-attr]
     step = start
     for _ in range(given.get("saves", 0)):
         commit = mgr.save(step, state_of(step))

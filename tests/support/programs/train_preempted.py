@@ -34,7 +34,7 @@ from tests.support.still_thread import main_frame
 
 scenario, root, *rest = sys.argv[1:]
 TERM = (signal.SIGTERM,)
-SELDOM = ckpt.policies.FixedInterval(10**9)
+SELDOM = ckpt.save_when.EverySteps(10**9)
 KEPT: list[Any] = []
 
 Tree = dict[str, Any]
@@ -85,7 +85,9 @@ class SignallingHandler:
 def plain(signals: tuple[signal.Signals, ...] = TERM) -> None:
     """Train until told to end; the policy wants step 0 only."""
     state = fresh()
-    with ckpt.sync.CheckpointManager(root, save_policy=SELDOM, preemption_signals=signals) as mgr:
+    with ckpt.sync.CheckpointManager(
+        root, save_when=ckpt.save_when.Any(SELDOM, ckpt.save_when.Preempted(signals))
+    ) as mgr:
         for step in itertools.count():
             state = train(state)
             mgr.save(step, state)
@@ -101,7 +103,7 @@ def in_asyncio() -> None:
 
     async def main() -> int:
         state = fresh()
-        options: Tree = {"save_policy": SELDOM, "preemption_signals": TERM}
+        options: Tree = {"save_when": ckpt.save_when.Any(SELDOM, ckpt.save_when.Preempted())}
         async with ckpt.CheckpointManager(root, **options) as mgr:
             for step in itertools.count():
                 state = train(state)
@@ -120,7 +122,12 @@ def in_an_await(root: Path) -> list[bool]:
     """Get the signal while the loop waits for the step's batch."""
 
     async def main() -> list[bool]:
-        async with ckpt.CheckpointManager(root, preemption_signals=TERM) as mgr:
+        async with ckpt.CheckpointManager(
+            root,
+            save_when=ckpt.save_when.Any(
+                ckpt.save_when.EverySteps(1), ckpt.save_when.Preempted(TERM)
+            ),
+        ) as mgr:
             state = train(fresh())
             await mgr.save(0, state)
             before = mgr.reached_preemption(0)
@@ -142,7 +149,11 @@ def in_an_await(root: Path) -> list[bool]:
 def in_the_save(root: Path) -> list[bool]:
     """Get the signal while `save` waits."""
     handlers = [SignallingHandler()]
-    with ckpt.sync.CheckpointManager(root, handlers=handlers, preemption_signals=TERM) as mgr:
+    with ckpt.sync.CheckpointManager(
+        root,
+        handlers=handlers,
+        save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(1), ckpt.save_when.Preempted(TERM)),
+    ) as mgr:
         found = []
         for step in range(3):
             tree = {"w": jnp.full(4096, step + 1.0)}
@@ -157,7 +168,13 @@ def in_the_awaited_save(root: Path) -> list[bool]:
     async def main() -> list[bool]:
         handlers = [SignallingHandler()]
         found = []
-        async with ckpt.CheckpointManager(root, handlers=handlers, preemption_signals=TERM) as mgr:
+        async with ckpt.CheckpointManager(
+            root,
+            handlers=handlers,
+            save_when=ckpt.save_when.Any(
+                ckpt.save_when.EverySteps(1), ckpt.save_when.Preempted(TERM)
+            ),
+        ) as mgr:
             for step in range(3):
                 tree = {"w": jnp.full(4096, step + 1.0)}
                 await mgr.save(step, Signalling(tree) if step == 1 else tree)
@@ -170,7 +187,11 @@ def in_the_awaited_save(root: Path) -> list[bool]:
 def at_exit(root: Path) -> None:
     """Get the signal while interpreter exit waits for a commit of a manager nobody closed."""
     gate = threading.Event()
-    mgr = ckpt.sync.CheckpointManager(root, handlers=[OddHandler()], preemption_signals=TERM)
+    mgr = ckpt.sync.CheckpointManager(
+        root,
+        handlers=[OddHandler()],
+        save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(1), ckpt.save_when.Preempted(TERM)),
+    )
     KEPT.append(mgr)
     mgr.save(0, Odd(train(fresh()), gate=gate))
 
@@ -192,7 +213,10 @@ def at_exit(root: Path) -> None:
 
 def hangs() -> None:
     """Never ask again; the second signal has to end it."""
-    with ckpt.sync.CheckpointManager(root, preemption_signals=TERM) as mgr:
+    with ckpt.sync.CheckpointManager(
+        root,
+        save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(1), ckpt.save_when.Preempted(TERM)),
+    ) as mgr:
         mgr.save(0, fresh()).result()
         # Also tells of signals that came before it was asked, which `signal.pause` would miss.
         came, writing = os.pipe()
@@ -208,7 +232,10 @@ def hangs() -> None:
 def forks(root: Path) -> list[int]:
     """A forked child, a data loader's say, dies of the signal."""
     warnings.simplefilter("ignore")  # Python and jax warn of the fork, rightly
-    with ckpt.sync.CheckpointManager(root, preemption_signals=TERM) as mgr:
+    with ckpt.sync.CheckpointManager(
+        root,
+        save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(1), ckpt.save_when.Preempted(TERM)),
+    ) as mgr:
         mgr.save(0, train(fresh())).result()
         reading, writing = os.pipe()
         child = os.fork()
@@ -269,10 +296,16 @@ def alone() -> None:
 
 def changes_hands() -> None:
     """JAX takes SIGTERM over from a manager that is open; then its service is off."""
-    with ckpt.sync.CheckpointManager(root, preemption_signals=TERM) as mgr:
+    with ckpt.sync.CheckpointManager(
+        root,
+        save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(1), ckpt.save_when.Preempted(TERM)),
+    ) as mgr:
         early = mgr.reached_preemption(0)
         alone()
-    with ckpt.sync.CheckpointManager(root, preemption_signals=TERM) as mgr:
+    with ckpt.sync.CheckpointManager(
+        root,
+        save_when=ckpt.save_when.Any(ckpt.save_when.EverySteps(1), ckpt.save_when.Preempted(TERM)),
+    ) as mgr:
         signal_here()
         for step in itertools.count(1):
             if mgr.reached_preemption(step):
@@ -288,7 +321,12 @@ def changes_hands() -> None:
         mgr.save(0, fresh())
         show(mgr.reached_preemption(0))
     try:
-        with ckpt.sync.CheckpointManager(root, preemption_signals=TERM):
+        with ckpt.sync.CheckpointManager(
+            root,
+            save_when=ckpt.save_when.Any(
+                ckpt.save_when.EverySteps(1), ckpt.save_when.Preempted(TERM)
+            ),
+        ):
             raise AssertionError
     except ckpt.errors.InvalidArgumentError as error:
         show(str(error))

@@ -112,7 +112,7 @@ def test_a_smoke_run_records_every_scenario_and_measure(tmp_path: Path) -> None:
         assert all(
             sample.rounds for measures in scenario.measures.values() for sample in measures.values()
         )
-    assert (tmp_path / "out" / "overlap.html").stat().st_size
+    assert (tmp_path / "out" / "overlap.png").stat().st_size
     page = (tmp_path / "out" / "results.md").read_text(encoding="utf-8")
     assert all(f"### {each.name}:" in page for each in run.scenarios)
     assert all(each.row in page for each in targets.TARGETS)

@@ -9,7 +9,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from ckpt._engine.save.joint.multihost import MultihostSave
+from ckpt._engine.save.multihost.multihost_save import MultihostSave
 from ckpt._format.manifest import JsonValue
 from ckpt._steps.processes import SeparateRoots, SharedRoot
 from ckpt.coordination._collectives import gathered

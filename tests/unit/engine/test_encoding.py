@@ -99,8 +99,8 @@ def test_an_encoded_batch_is_a_file_of_its_chunks_and_zeros(
         assert not rest.any()
 
 
-def phases(root: Path, budget: int, tree: Any) -> list[ckpt.Event]:
-    seen: list[ckpt.Event] = []
+def phases(root: Path, budget: int, tree: Any) -> list[ckpt.types.Event]:
+    seen: list[ckpt.types.Event] = []
     formats = {"w": ArrayFormat(compression="zstd")}
     with ckpt.sync.CheckpointManager(
         root, staging=ckpt.Staging(budget), formats=formats, observers=[seen.append]

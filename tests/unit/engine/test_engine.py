@@ -30,7 +30,7 @@ from tests.support.trees import assert_same, sharded
 MIB = 1 << 20
 
 
-def phases(events: list[ckpt.Event]) -> dict[str, list[ckpt.Event]]:
+def phases(events: list[ckpt.types.Event]) -> dict[str, list[ckpt.types.Event]]:
     found = defaultdict(list)
     for event in events:
         found[event.phase].append(event)
@@ -48,7 +48,7 @@ def test_copies_and_digests_are_timed_without_what_they_wait_for(
         return value
 
     monkeypatch.setattr(item_write, "run_in_thread", crowded)
-    events: list[ckpt.Event] = []
+    events: list[ckpt.types.Event] = []
     with ckpt.sync.CheckpointManager(tmp_path, observers=[events.append]) as mgr:
         mgr.save(0, {"w": jnp.ones(16)}).result()
     found = phases(events)
@@ -58,7 +58,7 @@ def test_copies_and_digests_are_timed_without_what_they_wait_for(
 
 
 def test_copies_from_the_device_overlap_writes_to_the_store(tmp_path: Path) -> None:
-    events: list[ckpt.Event] = []
+    events: list[ckpt.types.Event] = []
     state = {f"p{n}": jnp.full((MIB,), n, jnp.float32) for n in range(16)}
     staging = ckpt.Staging(budget_bytes=16 * MIB)
     with ckpt.sync.CheckpointManager(tmp_path, staging=staging, observers=[events.append]) as mgr:
@@ -102,7 +102,7 @@ def test_the_arena_is_reused_and_given_back(tmp_path: Path) -> None:
 def test_save_returns_before_a_held_array_is_copied_to_the_host(tmp_path: Path, mode: Any) -> None:
     returned = threading.Event()
 
-    def hold(event: ckpt.Event) -> None:
+    def hold(event: ckpt.types.Event) -> None:
         # The engine does not come past the first copy until save() has returned.
         if event.phase == "stage":
             assert returned.wait(60)
@@ -205,10 +205,10 @@ def test_saves_commit_in_the_order_of_their_calls(tmp_path: Path) -> None:
 
 def test_progress_and_stage_go_forward(tmp_path: Path) -> None:
     order = ["waiting", "staging", "writing", "publishing", "done"]
-    seen: list[tuple[str, ckpt.Progress]] = []
+    seen: list[tuple[str, ckpt.types.Progress]] = []
     commits: list[ckpt.Commit] = []
 
-    def look(event: ckpt.Event) -> None:
+    def look(event: ckpt.types.Event) -> None:
         if commits:
             seen.append((commits[0].stage, commits[0].progress))
 
@@ -257,7 +257,7 @@ def test_a_tree_of_the_same_structure_is_planned_once() -> None:
 def test_an_observer_that_fails_does_not_fail_the_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(event: ckpt.Event) -> None:
+    def broken(event: ckpt.types.Event) -> None:
         raise RuntimeError("from the observer")
 
     with ckpt.sync.CheckpointManager(tmp_path, observers=[broken]) as mgr:

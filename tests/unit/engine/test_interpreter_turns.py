@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import ckpt.sync
-from ckpt._engine.plan_cache import ForOthers
+from ckpt._engine.plan_cache import CompatFiles
 from ckpt._engine.save.item_writer import EngineItemWriter
 
 
@@ -43,8 +43,8 @@ def test_no_two_threads_of_a_save_compute_at_once(
 
         monkeypatch.setattr(where, name, watched)
 
-    watch(ForOthers, "index")
-    watch(ForOthers, "view")
+    watch(CompatFiles, "index")
+    watch(CompatFiles, "view")
     watch(EngineItemWriter, "_filled")
     tree = {f"leaf_{number}": jnp.full(3, number) for number in range(20)}
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:

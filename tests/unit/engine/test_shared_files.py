@@ -10,9 +10,10 @@ import anyio
 import numpy as np
 import pytest
 
-from ckpt._engine.save.shared_files import take_over
+from ckpt._engine.save.shared_files import reuse_files
 from ckpt._format.manifest_head import FileEntry
 from ckpt._plan.item_reports import DIGEST_BYTES, ROW, ItemReport
+from ckpt.storage._base import StorageTraits
 
 WANTED = ItemReport(("d/0",), np.zeros(1, ROW), np.zeros((1, DIGEST_BYTES), np.uint8))
 KNOWN: Any = SimpleNamespace(files={"d/0": FileEntry(size=7, digest="")})
@@ -21,8 +22,7 @@ KNOWN: Any = SimpleNamespace(files={"d/0": FileEntry(size=7, digest="")})
 class Slow:
     """A storage that shares a file once the test says so, if it does."""
 
-    shares_files = True
-    shares_at_once = False
+    traits = StorageTraits(60.0, 1 << 30, None, shares_files=True, shares_at_once=False)
 
     def __init__(self, *, does: bool) -> None:
         self.calls: list[Mapping[str, int]] = []
@@ -48,13 +48,13 @@ def test_two_batches_that_want_one_file_get_it_or_not_together(does: bool) -> No
             attempt="2",
             files={},
             sharing={},
-            damaged=frozenset(),
+            engine=SimpleNamespace(damaged=frozenset()),
         )
         session.begun.set()
         taken: list[ItemReport | None] = []
 
         async def take() -> None:
-            taken.append(await take_over(session, "item", KNOWN, WANTED))
+            taken.append(await reuse_files(session, "item", KNOWN, WANTED))
 
         async with anyio.create_task_group() as tasks:
             for _ in range(2):

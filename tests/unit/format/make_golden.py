@@ -194,14 +194,22 @@ def write(directory: Path) -> None:
     # The smallest budget makes several batches of little data, and so several data files.
     staging = ckpt.Staging(budget_bytes=1 << 20)
     ckpt.sync.save(
-        directory / "final", final_state(), metadata=METADATA, staging=staging, vital_signs=True
+        directory / "final",
+        final_state(),
+        custom_metadata=METADATA,
+        staging=staging,
+        extensions=[ckpt.extensions.VitalSigns()],
     )
-    with ckpt.sync.CheckpointManager(directory / "run", vital_signs=True) as mgr:
-        mgr.save(STEP, items=step_items(), metrics=METRICS, metadata=METADATA)
+    with ckpt.sync.CheckpointManager(
+        directory / "run", extensions=[ckpt.extensions.VitalSigns()]
+    ) as mgr:
+        mgr.save(STEP, items=step_items(), metrics=METRICS, custom_metadata=METADATA)
     # Any chunks and batches are valid; tiny ones keep what is committed small.
     limits = {"PACKED_BYTES": 64, "CHUNK_BYTES": 1024, "BATCH_BYTES": 8192}
     with mock.patch.multiple(chunking, **limits):  # type: ignore[call-overload]
-        ckpt.sync.save(directory / "shards", sharded_state(), vital_signs=True)
+        ckpt.sync.save(
+            directory / "shards", sharded_state(), extensions=[ckpt.extensions.VitalSigns()]
+        )
 
 
 def main(name: str = SETS[-1]) -> None:

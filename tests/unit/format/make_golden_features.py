@@ -8,6 +8,7 @@ What it writes is committed as `golden/v1-features/` and is never written again;
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import tempfile
@@ -27,6 +28,8 @@ from tests.support.manifests import document_of, rewrite
 from tests.support.real_jobs import run_processes
 from tests.support.simulated_job import closed, coordinators, managers, together
 
+# Metrics that are no numbers, among others.
+TEXTS = {"split": "valid", "top": [0.5, "x", [1.0, math.inf]], "eval": {"by": ["a"]}, "loss": 0.5}
 GOLDEN = Path(__file__).parent / "golden" / "v1-features"
 # Stands in the manifest of the virtual step for the folder of the model.
 MODEL_FOLDER = "/golden"
@@ -68,13 +71,15 @@ def job() -> None:
     """Save two steps in a real job, with something that each process has for itself."""
     with ckpt.sync.CheckpointManager(sys.argv[1]) as mgr:
         for step in STEPS[:2]:
-            mgr.save(step, state(step), metadata={"processes": jax.process_count()})
+            mgr.save(step, state(step), custom_metadata={"processes": jax.process_count()})
 
 
 def write(base: Path) -> None:
     """Write all roots into a folder."""
     with ckpt.sync.CheckpointManager(
-        base / "run", vital_signs=True, metadata={"project": "golden"}
+        base / "run",
+        extensions=[ckpt.extensions.VitalSigns()],
+        custom_metadata={"project": "golden"},
     ) as mgr:
         for step in STEPS:
             items = {"state": state(step), "notes": f"step {step}"}
@@ -84,7 +89,7 @@ def write(base: Path) -> None:
         mgr.pin(2, "paper")
     with (
         ckpt.sync.CheckpointManager(base / "partial") as mgr,
-        mgr.partial(5, metadata={"parts": 2}) as part,
+        mgr.partial(5, custom_metadata={"parts": 2}) as part,
     ):
         part.save({"params": state(5)["params"]})
         part.save({"opt": state(5)["opt"]})
@@ -99,7 +104,9 @@ def write(base: Path) -> None:
         for step in STEPS:
             mgr.save(step, own_state(step), durable=True)
         mgr.restore(STEPS[0])
-        mgr.save(STEPS[1], own_state(STEPS[1]), overwrite=True, durable=True)
+        mgr.save(STEPS[1], own_state(STEPS[1]), if_exists="replace", durable=True)
+    with ckpt.sync.CheckpointManager(base / "texts") as mgr:
+        mgr.save(1, own_state(1), metrics=TEXTS, durable=True)
     for name, own_disks in (("simulated", False), ("disks", True)):
         mgrs = managers(base / name, own_disks=own_disks, seconds=60)
         for step in STEPS[:2]:

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from ckpt import errors
-from ckpt._format.history import DroppedItem, is_rest_of
+from ckpt._format.history import DroppedItem, is_same_save
 from ckpt._format.manifest import ItemEntry, decode, encode
 from ckpt._format.manifest_head import FILE_NAME, peek
 from ckpt.storage import open_root
@@ -19,7 +19,7 @@ from tests.support.manifests import document, sealed
 from tests.unit.format.test_manifest import GOOD, manifest
 
 WHEN = 1_790_000_000_000_000_000
-GONE = DroppedItem("opt_state", WHEN, "LatestN(3)", 600)
+GONE = DroppedItem("opt_state", WHEN, "Latest(3)", 600)
 
 
 def test_what_was_dropped_comes_back_and_is_in_the_head() -> None:
@@ -29,7 +29,7 @@ def test_what_was_dropped_comes_back_and_is_in_the_head() -> None:
     summary = peek(data)
     assert summary is not None
     assert summary.dropped == written.dropped
-    assert str(GONE) == "dropped on 2026-09-21 14:13:20 UTC by LatestN(3)"
+    assert str(GONE) == "dropped on 2026-09-21 14:13:20 UTC by Latest(3)"
     assert str(written.dropped[1]).startswith("deleted by hand on 1970-01-01")
 
 
@@ -71,7 +71,7 @@ def test_items_without_a_file_are_named_in_the_head() -> None:
     ],
 )
 def test_hostile_values_are_refused(wrong: dict[str, Any]) -> None:
-    good = {"item": "opt_state", "dropped_ns": WHEN, "policy": "LatestN(3)", "nbytes": 600}
+    good = {"item": "opt_state", "dropped_ns": WHEN, "policy": "Latest(3)", "nbytes": 600}
     found = sealed({**document(GOOD), "dropped": [{**good, **wrong}]})
     with pytest.raises(errors.CorruptCheckpointError):
         decode(found, where="here")
@@ -93,10 +93,10 @@ def test_a_name_that_no_item_can_have_is_refused(tmp_path: Path, name: str) -> N
 def test_the_rest_of_a_step_is_told_from_another_save() -> None:
     known = manifest()
     rest = replace(known, attempt="cd34", dropped=[GONE])
-    assert is_rest_of(known, known)
-    assert is_rest_of(rest, known)
-    assert is_rest_of(replace(rest, attempt="ef56", dropped=[GONE, GONE]), rest)
-    assert not is_rest_of(replace(known, attempt="cd34"), known)
-    assert not is_rest_of(replace(rest, created_ns=known.created_ns + 1), known)
+    assert is_same_save(known, known)
+    assert is_same_save(rest, known)
+    assert is_same_save(replace(rest, attempt="ef56", dropped=[GONE, GONE]), rest)
+    assert not is_same_save(replace(known, attempt="cd34"), known)
+    assert not is_same_save(replace(rest, created_ns=known.created_ns + 1), known)
     # A step does not get an item back.
-    assert not is_rest_of(known, rest)
+    assert not is_same_save(known, rest)

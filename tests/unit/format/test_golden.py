@@ -55,7 +55,7 @@ def golden(request: pytest.FixtureRequest) -> Path:
 def assert_same(found: Any, expected: Any, where: str = "tree") -> None:
     """Compare two trees: types of containers and leaves, order of keys, dtypes, places, bits."""
     assert type(found) is type(expected) or isinstance(expected, jax.Array), where
-    if isinstance(expected, ckpt.UnknownNode):
+    if isinstance(expected, ckpt.types.UnknownNode):
         assert found.class_name == expected.class_name, where
         assert_same(dict(found.fields), dict(expected.fields), where)
     elif isinstance(expected, dict):
@@ -82,7 +82,7 @@ def assert_same(found: Any, expected: Any, where: str = "tree") -> None:
 def without_classes(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state as a process finds it that lacks one of its classes."""
     containers = state["containers"]
-    forgotten = ckpt.UnknownNode("a_module_that_is_gone:Forgotten", {"value": 11})
+    forgotten = ckpt.types.UnknownNode("a_module_that_is_gone:Forgotten", {"value": 11})
     return state | {"containers": containers | {"forgotten": forgotten}}
 
 
@@ -161,13 +161,13 @@ def test_a_tree_comes_back_onto_other_shardings(golden: Path) -> None:
 
 def test_a_step_comes_back(golden: Path) -> None:
     expected = step_items()
-    with ckpt.sync.CheckpointManager(golden / "run", read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(golden / "run", mode="r") as mgr:
         assert mgr.all_steps() == [STEP]
         assert_same(mgr.restore(), expected)
         assert_same(mgr.restore(STEP, like=abstract(expected)), reordered(expected))
         assert_same(mgr.restore(items=["seed"]), {"seed": 42})
         assert mgr.metrics(STEP) == {name: float(value) for name, value in METRICS.items()}
-        assert mgr.metadata().info.metadata == METADATA
+        assert mgr.metadata().info.custom_metadata == METADATA
 
 
 def test_metadata_tells_everything_but_the_array_bytes(golden: Path) -> None:
@@ -177,7 +177,7 @@ def test_metadata_tells_everything_but_the_array_bytes(golden: Path) -> None:
     arrays = [leaf for leaf in jax.tree.leaves(expected) if hasattr(leaf, "shape")]
     assert found.unnamed
     assert found.info.step is None
-    assert found.info.metadata == METADATA
+    assert found.info.custom_metadata == METADATA
     assert found.info.nbytes == sum(array.nbytes for array in arrays)
     assert found.info.committed.timestamp() == pytest.approx(manifest["committed_ns"] / 1e9)
     assert found.writer == manifest["writer"]

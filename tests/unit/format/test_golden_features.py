@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from make_golden_features import GOLDEN, MODEL, MODEL_FOLDER, NAMES, own_state, state
+from make_golden_features import GOLDEN, MODEL, MODEL_FOLDER, NAMES, TEXTS, own_state, state
 
 import ckpt
 import ckpt.sync
@@ -25,6 +25,7 @@ ROOTS = {
     "tiers/root": (1, 2),
     "tiers/disk": (1, 2),
     "branch": (1, 2, 3),
+    "texts": (1,),
     "simulated": (1, 2),
     "disks/0": (1, 2),
     "disks/1": (1, 2),
@@ -41,7 +42,7 @@ def golden(tmp_path: Path) -> Path:
 
 def expected(root: str, step: int) -> dict[str, Any]:
     """What a step of a root was saved from."""
-    if root.split("/")[0] in ("tiers", "branch", "simulated", "disks", "parts"):
+    if root.split("/")[0] in ("tiers", "branch", "texts", "simulated", "disks", "parts"):
         return own_state(step)
     found = state(step)
     return {"params": found["params"], "opt": found["opt"]} if root == "partial" else found
@@ -63,7 +64,7 @@ def managed(path: Path, **options: Any) -> ckpt.sync.CheckpointManager:
 
 @pytest.mark.parametrize("root", ROOTS)
 def test_every_step_comes_back_and_is_whole(root: str) -> None:
-    with managed(GOLDEN / root, read_only=True) as mgr:
+    with managed(GOLDEN / root, mode="r") as mgr:
         assert tuple(mgr.all_steps()) == ROOTS[root]
         for step in ROOTS[root]:
             report = mgr.verify(step, deep=True)
@@ -105,7 +106,7 @@ def test_a_run_that_went_back_goes_on_from_its_new_step(golden: Path) -> None:
 
 
 def test_what_is_kept_with_steps_comes_back() -> None:
-    with managed(GOLDEN / "run", read_only=True) as mgr:
+    with managed(GOLDEN / "run", mode="r") as mgr:
         assert mgr.root_metadata() == {"project": "golden"}
         assert [pin.name for pin in mgr.pins()[2]] == ["paper"]
         assert mgr.metrics(2) == {"loss": 0.5, "eval/top1": 2.0}
@@ -115,7 +116,15 @@ def test_what_is_kept_with_steps_comes_back() -> None:
         signs = mgr.metadata(3).items["state"]["params"]["w"].vital_signs
         assert signs is not None
         assert signs.absmax == 66.0
-    assert ckpt.sync.metadata(GOLDEN / "partial/5").info.metadata == {"parts": 2}
+    assert ckpt.sync.metadata(GOLDEN / "partial/5").info.custom_metadata == {"parts": 2}
+
+
+def test_metrics_that_are_no_numbers_are_seen_by_those_who_rank_steps() -> None:
+    seen = []
+    with managed(GOLDEN / "texts", mode="r") as mgr:
+        assert mgr.metrics(1) == {"loss": 0.5}
+        assert mgr.best_step(lambda metrics: seen.append(metrics) or 1.0, "min") == 1
+    assert seen[0] == TEXTS
 
 
 def test_arrays_of_a_mesh_are_described_and_come_onto_it() -> None:
@@ -141,6 +150,6 @@ def test_a_virtual_step_reads_the_files_that_it_names(golden: Path) -> None:
     assert {name: np.asarray(array).tobytes() for name, array in found.items()} == {
         name: array.tobytes() for name, array in MODEL.items()
     }
-    with ckpt.sync.CheckpointManager(golden / "virtual/run", read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(golden / "virtual/run", mode="r") as mgr:
         assert mgr.all_steps() == [0]
-    assert ckpt.sync.metadata(step).info.metadata == {"made by": "golden"}
+    assert ckpt.sync.metadata(step).info.custom_metadata == {"made by": "golden"}

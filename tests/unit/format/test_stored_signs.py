@@ -16,11 +16,11 @@ import ckpt
 from ckpt._format.leaf_table import LeafColumns, LeafEntry, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._plan.leaf_entries import check_leaves
-from ckpt._vitals.signs import VitalSigns
+from ckpt._vitals.signs import LeafSigns
 from ckpt.errors import CorruptCheckpointError
 from ckpt.manifest import decode, encode, peek
 
-SIGNS = VitalSigns("0123456789abcdef", 2, 3.0, 2.5)
+SIGNS = LeafSigns("0123456789abcdef", 2, 3.0, 2.5)
 W = LeafEntry(
     name="w",
     kind="numpy",
@@ -103,7 +103,7 @@ def test_a_count_that_no_array_can_have_is_refused(change: dict[str, Any]) -> No
     ],
     ids=str,
 )
-def test_signs_that_cannot_be_true_are_refused(signs: VitalSigns) -> None:
+def test_signs_that_cannot_be_true_are_refused(signs: LeafSigns) -> None:
     table = LeafTable.of([W, replace(W, name="x", vital_signs=signs)])
     with pytest.raises(CorruptCheckpointError, match="vital signs cannot be true") as caught:
         checked(table)
@@ -135,7 +135,7 @@ def test_integers_and_values_in_the_manifest_are_finite_and_aliases_are_alike() 
 @pytest.fixture
 def stored(tmp_path: Path) -> bytes:
     state = {"w": jnp.array([1.0, jnp.nan]), "b": np.array([np.inf]), "n": 3, "i": jnp.arange(3)}
-    ckpt.sync.save(tmp_path / "a", state, vital_signs=True)
+    ckpt.sync.save(tmp_path / "a", state, extensions=[ckpt.extensions.VitalSigns()])
     return (tmp_path / "a" / "ckpt.json").read_bytes()
 
 

@@ -17,7 +17,7 @@ from ckpt._format.leaf_table import LeafTable
 from ckpt._format.manifest import ShardingEntry
 from ckpt._format.regions import Region, addressable_regions
 from ckpt._format.shardings import rebuild_sharding
-from ckpt._inspection.places import Checkpoint, checkpoint_at
+from ckpt._inspection.locations import Checkpoint, checkpoint_at
 from ckpt._inspection.restores.explanation import explain_restore
 from ckpt._inspection.restores.placements import AsSaved, TargetMesh
 from ckpt.errors import CheckpointError, InvalidArgumentError

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ckpt._format.ocdbt import DatabaseIndex, KeyValue
 from ckpt._interop.orbax.database import check_path, read_database
-from ckpt._interop.orbax.ocdbt_nodes import ValuePlace
+from ckpt._interop.orbax.ocdbt_nodes import ValueLocation
 from ckpt.errors import CorruptCheckpointError
 
 KEYS = st.text("ab/c.0é", min_size=1, max_size=12).map(str.encode)
@@ -36,7 +36,7 @@ def values_of(top: Path) -> dict[bytes, bytes]:
         found = await read_database((top / "manifest.ocdbt").read_bytes(), read)
         values = {}
         for key, value in found.items():
-            if isinstance(value, ValuePlace):
+            if isinstance(value, ValueLocation):
                 value = await read(check_path(value.file), value.offset, value.length)
             values[key.encode(errors="surrogateescape")] = value
         return values

@@ -16,7 +16,7 @@ class Failing:
         self.calls = 0
         self.most = most
 
-    def __call__(self, event: ckpt.Event) -> None:
+    def __call__(self, event: ckpt.types.Event) -> None:
         self.calls += 1
         if self.calls <= self.most:
             raise RuntimeError("mine")

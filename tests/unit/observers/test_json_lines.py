@@ -13,7 +13,6 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-import ckpt.policies
 import ckpt.sync
 from ckpt._events import Event, emit
 from ckpt.errors import InvalidArgumentError, StorageError, UnsupportedLeafError
@@ -144,7 +143,7 @@ def test_a_real_run_is_a_line_for_each_operation(tmp_path: Path) -> None:
         JsonLines(path) as observer,
         ckpt.sync.CheckpointManager(
             tmp_path / "run",
-            save_policy=ckpt.policies.SpecificSteps([0, 1, 2, 4]),
+            save_when=ckpt.save_when.Steps([0, 1, 2, 4]),
             observers=[observer],
         ) as mgr,
     ):

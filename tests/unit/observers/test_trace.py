@@ -38,7 +38,7 @@ def trace(tmp_path: Path) -> Trace:
     trace = Trace()
     training = threading.Event()
 
-    def hold(event: ckpt.Event) -> None:
+    def hold(event: ckpt.types.Event) -> None:
         """Let the save be published only while the train step is running."""
         if event.phase in ("record", "merge"):
             training.wait(PATIENCE_S)

@@ -152,6 +152,26 @@ def test_a_function_is_asked_for_arrays_only() -> None:
     assert asked == [("a", (64, 64), np.float32), ("d", (3,), np.float32)]
 
 
+@given(st.sampled_from(["float16", "bfloat16", "float64", "complex64", "int64"]), st.data())
+def test_a_format_for_all_casts_the_arrays_of_its_kind(dtype: str, data: Any) -> None:
+    """A tree of parameters and counters needs no pattern for each: no other dtype is refused."""
+    dtypes = data.draw(st.lists(st.sampled_from(sorted(DTYPES)), min_size=1, max_size=5))
+    specs = [LeafSpec("numpy", each, (64, 64)) for each in dtypes]
+    paths = [f"x.{number}" for number in range(len(dtypes))]
+    packed = ArrayFormat(dtype=dtype, compression="zstd")
+    ways: list[Any] = [dtype, DTYPES[dtype], packed]
+    for given_as in ways:
+        rules = compile_formats(given_as)
+        assert rules is not None
+        found = format_leaves(rules, paths, specs)
+        for before, after in zip(dtypes, found.specs, strict=True):
+            assert after.dtype == (dtype if cast_refusal(before, dtype) is None else before)
+            if isinstance(given_as, ArrayFormat):
+                assert after.format is not None
+                assert after.format.compression == Zstd()
+        rules.check_used([found])
+
+
 @pytest.mark.parametrize(
     ("formats", "message"),
     [

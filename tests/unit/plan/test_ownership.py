@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from benchmarks.fake_devices import devices_of
 from ckpt._format.zarr import choose_chunk
 from ckpt._plan import save_plan
-from ckpt._plan.chunking import has_chunks
 from ckpt._plan.ownership import Ownership, Partitioner, ProcessGroup, holders_of
 from ckpt._plan.save_plan import SavePlan, plan_rest, plan_save
 from ckpt._plan.write_batches import aligned, alignment_of, encoded_bound
@@ -52,7 +51,7 @@ def test_every_chunk_is_written_by_exactly_one_process(job: Job) -> None:
     assert set(written) == {
         (number, chunk)
         for number, leaf in enumerate(plans[0].leaves)
-        if has_chunks(leaf)
+        if leaf.has_chunks
         for chunk in range(math.prod(leaf.grid))
     }
 
@@ -164,7 +163,7 @@ def test_of_what_several_disks_have_one_process_is_the_owner(job: Job) -> None:
         owned += sorted(here - plan.copies)
     for number, leaf in enumerate(plans[0].leaves):
         of_leaf = sorted(chunk for each, chunk in owned if each == number)
-        assert of_leaf == list(range(math.prod(leaf.grid) * has_chunks(leaf)))
+        assert of_leaf == list(range(math.prod(leaf.grid) * leaf.has_chunks))
 
 
 @given(jobs(), st.data())

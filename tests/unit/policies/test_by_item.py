@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckpt
 from ckpt import errors
-from ckpt import policies as p
-from ckpt.policies import SavedStep
-from ckpt.policies._by_item import Leaving, leaving, pattern_of, text_of, unused_patterns
+from ckpt.keep._by_item import Leaving, leaving, pattern_of, text_of, unused_patterns
 from tests.unit.policies import reference_policies as model
 
 ITEMS = ["params", "opt_state", "ema_fast", "ema_slow", "rng"]
@@ -20,11 +19,11 @@ PATTERNS = [*ITEMS, "*", "ema_*", "*_state", "*a*", "p*"]
 RULES = st.dictionaries(st.sampled_from(PATTERNS), model.PRESERVATION, min_size=1, max_size=4)
 
 
-def steps_of(draw: st.DataObject) -> tuple[list[SavedStep], dict[int, set[str]]]:
+def steps_of(draw: st.DataObject) -> tuple[list[ckpt.keep.SavedStep], dict[int, set[str]]]:
     numbers = sorted(draw.draw(st.sets(st.integers(0, 40), max_size=12)))
     losses = draw.draw(st.lists(st.integers(0, 9), min_size=len(numbers), max_size=len(numbers)))
     steps = [
-        SavedStep(number, 100.0 * number, {"loss": float(loss), "accuracy": -float(loss)})
+        ckpt.keep.SavedStep(number, 100.0 * number, {"loss": float(loss), "accuracy": -float(loss)})
         for number, loss in zip(numbers, losses, strict=True)
     ]
     # A step of which nothing is known has no items here.
@@ -48,7 +47,7 @@ def rule_of(item: str, rules: Mapping[str, Any]) -> Any:
 
 def plain(
     rules: Mapping[str, Any],
-    steps: list[SavedStep],
+    steps: list[ckpt.keep.SavedStep],
     items: Mapping[int, set[str]],
     now: float,
     always: set[int],
@@ -69,7 +68,7 @@ def plain(
 
 
 def remaining(
-    found: Leaving, steps: list[SavedStep], items: Mapping[int, set[str]]
+    found: Leaving, steps: list[ckpt.keep.SavedStep], items: Mapping[int, set[str]]
 ) -> dict[int, set[str]]:
     return {
         each.step: items[each.step] - set(found.items.get(each.step, ()))
@@ -117,7 +116,7 @@ def test_one_policy_for_all_items_is_that_policy(
     items = {each.step: set(ITEMS[:2]) for each in steps}
     found = leaving({"*": policy}, steps, items, float(now))
     numbers = {each.step for each in steps}
-    assert numbers - found.steps == p.steps_kept(policy, steps, float(now))
+    assert numbers - found.steps == ckpt.keep.steps_kept(policy, steps, float(now))
     assert found.items.keys() == found.steps
 
 
@@ -133,25 +132,23 @@ def test_the_name_goes_before_patterns_and_the_star_alone_comes_last() -> None:
 
 
 def test_patterns_that_decide_nothing_are_found() -> None:
-    rules = dict.fromkeys(["params", "par*", "ema_*", "*"], p.LatestN(1))
+    rules = dict.fromkeys(["params", "par*", "ema_*", "*"], ckpt.keep.Latest(1))
     assert unused_patterns(rules, ["params", "rng"]) == ["par*", "ema_*"]
     assert unused_patterns(rules, ["params", "parts", "ema_1"]) == []
 
 
 def test_a_policy_is_told_as_a_program_writes_it() -> None:
     texts: dict[str, Any] = {
-        "LatestN(3)": p.LatestN(3),
-        "EveryNSteps(1000)": p.EveryNSteps(1000),
-        "EveryNSteps(5, exact=False)": p.EveryNSteps(5, exact=False),
-        "BestN(2, metric='loss', mode='min')": p.BestN(2, "loss", "min"),
-        "AnyPreservation(LatestN(2), PreserveAll())": p.AnyPreservation(
-            p.LatestN(2), p.PreserveAll()
-        ),
+        "Latest(3)": ckpt.keep.Latest(3),
+        "EverySteps(1000)": ckpt.keep.EverySteps(1000),
+        "EverySteps(5, exact=False)": ckpt.keep.EverySteps(5, exact=False),
+        "Best(2, metric='loss', mode='min')": ckpt.keep.Best(2, "loss", "min"),
+        "Any(Latest(2), All())": ckpt.keep.Any(ckpt.keep.Latest(2), ckpt.keep.All()),
     }
     for text, policy in texts.items():
         assert text_of(policy) == text
     assert text_of(odd) == "odd"
-    assert len(text_of(p.CustomSteps(range(10_000)))) < 200
+    assert len(text_of(ckpt.keep.Steps(range(10_000)))) < 200
 
 
 def odd(step: int) -> bool:
@@ -166,37 +163,37 @@ class Half:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({}, "preservation={}: expected at least one item"),
-        ({"params": 3}, "policy of the items 'params' 3: expected one of ckpt.policies"),
+        ({}, "keep={}: expected at least one item"),
+        ({"params": 3}, "policy of the items 'params' 3: expected one of ckpt.keep"),
         ({"params": None}, "of the items 'params' None"),
-        ({"params": p.LatestN}, "it is a class; pass an instance"),
-        ({"params": [p.LatestN(1)]}, "pass several as AnyPreservation"),
-        ({"params": p.FixedInterval(3)}, "this is a save policy"),
-        ({"params": {"*": p.LatestN(1)}}, "of the items 'params' {'*': LatestN(n=1)}"),
-        ({"": p.LatestN(1)}, "preservation={'': ...}: expected the name of an item"),
-        ({"a/b": p.LatestN(1)}, "preservation={'a/b': ...}"),
-        ({3: p.LatestN(1)}, "preservation={3: ...}"),
-        ({"params": p.LatestN(1), "[ab]": p.LatestN(1)}, "preservation={'[ab]': ...}"),
+        ({"params": ckpt.keep.Latest}, "it is a class; pass an instance"),
+        ({"params": [ckpt.keep.Latest(1)]}, "pass several as Any"),
+        ({"params": ckpt.save_when.EverySteps(3)}, "this is a save policy"),
+        ({"params": {"*": ckpt.keep.Latest(1)}}, "of the items 'params' {'*': Latest(n=1)}"),
+        ({"": ckpt.keep.Latest(1)}, "keep={'': ...}: expected the name of an item"),
+        ({"a/b": ckpt.keep.Latest(1)}, "keep={'a/b': ...}"),
+        ({3: ckpt.keep.Latest(1)}, "keep={3: ...}"),
+        ({"params": ckpt.keep.Latest(1), "[ab]": ckpt.keep.Latest(1)}, "keep={'[ab]': ...}"),
     ],
 )
 def test_what_is_no_policy_for_items_is_told(given: Any, text: str) -> None:
     with pytest.raises(errors.InvalidArgumentError) as caught:
-        p.check_preservation(given)
+        ckpt.keep.check_keep_policy(given)
     assert text in str(caught.value)
 
 
 def test_a_mapping_is_no_member_of_a_policy() -> None:
     with pytest.raises(errors.InvalidArgumentError, match="expected one of"):
-        p.AnyPreservation({"*": p.LatestN(1)})  # type: ignore[arg-type]
+        ckpt.keep.Any({"*": ckpt.keep.Latest(1)})  # type: ignore[arg-type]
 
 
 def test_a_wrong_answer_lets_nothing_go() -> None:
-    steps = [SavedStep(1, 0.0), SavedStep(2, 1.0)]
+    steps = [ckpt.keep.SavedStep(1, 0.0), ckpt.keep.SavedStep(2, 1.0)]
     with pytest.raises(errors.InvalidArgumentError, match="Nothing was deleted"):
         leaving({"*": Half()}, steps, {1: ["a"], 2: ["a"]}, 0.0)
 
 
 def test_the_best_step_is_found_in_the_policies_of_items() -> None:
-    best = p.BestN(1, "loss", "min")
-    assert p.ranking_of({"params": best, "*": p.LatestN(1)}) == best
-    assert p.ranking_of({"params": best, "*": p.BestN(1, "loss", "max")}) is None
+    best = ckpt.keep.Best(1, "loss", "min")
+    assert ckpt.keep.ranking_of({"params": best, "*": ckpt.keep.Latest(1)}) == best
+    assert ckpt.keep.ranking_of({"params": best, "*": ckpt.keep.Best(1, "loss", "max")}) is None

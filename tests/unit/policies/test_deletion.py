@@ -8,20 +8,22 @@ from typing import Any
 
 import pytest
 
+import ckpt
 from ckpt.errors import InvalidArgumentError
-from ckpt.policies import Deletion
 
 
 def test_the_defaults_are_the_safe_ones() -> None:
-    assert Deletion() == Deletion(concurrency=2, trash=None, keep_latest=True)
+    assert ckpt.keep.Deletion() == ckpt.keep.Deletion(concurrency=2, trash=None, keep_latest=True)
 
 
 @pytest.mark.parametrize(
     "trash", ["trash", ".trash", "to delete", "7a", "step_7x", "1.0", "/tmp/trash", "/a/b/", "…"]
 )
 def test_a_trash_is_a_folder_name_or_an_absolute_path(trash: str) -> None:
-    assert Deletion(trash=trash).trash == trash
-    assert Deletion(trash=PurePosixPath(trash)) == Deletion(trash=str(PurePosixPath(trash)))
+    assert ckpt.keep.Deletion(trash=trash).trash == trash
+    assert ckpt.keep.Deletion(trash=PurePosixPath(trash)) == ckpt.keep.Deletion(
+        trash=str(PurePosixPath(trash))
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_a_trash_is_a_folder_name_or_an_absolute_path(trash: str) -> None:
 )
 def test_a_trash_that_cannot_be_meant_is_refused(trash: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="Deletion") as caught:
-        Deletion(trash=trash)
+        ckpt.keep.Deletion(trash=trash)
     assert f"trash={trash!r:.100}" in str(caught.value)
 
 
@@ -67,18 +69,18 @@ class Odd:
 
 def test_paths_of_bytes_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="trash"):
-        Deletion(trash=Odd())  # type: ignore[arg-type]
+        ckpt.keep.Deletion(trash=Odd())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("concurrency", [0, -1, 65, 2.0, True, None, "2", math.inf])
 def test_a_concurrency_that_cannot_be_meant_is_refused(concurrency: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="from 1 to 64") as caught:
-        Deletion(concurrency=concurrency)
+        ckpt.keep.Deletion(concurrency=concurrency)
     assert repr(concurrency) in str(caught.value)
-    assert [Deletion(concurrency=n).concurrency for n in (1, 64)] == [1, 64]
+    assert [ckpt.keep.Deletion(concurrency=n).concurrency for n in (1, 64)] == [1, 64]
 
 
 @pytest.mark.parametrize("keep_latest", [None, 0, 1, "no"])
 def test_keep_latest_is_a_bool(keep_latest: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="keep_latest"):
-        Deletion(keep_latest=keep_latest)
+        ckpt.keep.Deletion(keep_latest=keep_latest)

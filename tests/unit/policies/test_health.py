@@ -10,18 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ckpt import policies as p
+import ckpt
 from ckpt.errors import InvalidArgumentError
-from ckpt.policies import Healthy, SavedStep, steps_kept
-from ckpt.policies._health import allowed_by, check_healthy, health_of, last_resort, why_not_healthy
+from ckpt.keep._health import allowed_by, check_healthy, health_of, last_resort, why_not_healthy
 from tests.unit.policies import reference_policies as model
 from tests.unit.policies.reference_policies import ALLOWED, PRESERVATION, saved_steps, with_health
 
-WHOLE = SavedStep(1, 0.0, nonfinite_leaves=0)
+WHOLE = ckpt.keep.SavedStep(1, 0.0, nonfinite_leaves=0)
 
 
 @given(saved_steps(most=6), ALLOWED)
-def test_health_is_what_the_leaves_say(steps: list[SavedStep], allow: tuple[str, ...]) -> None:
+def test_health_is_what_the_leaves_say(
+    steps: list[ckpt.keep.SavedStep], allow: tuple[str, ...]
+) -> None:
     for each in steps:
         health = health_of(each, allow)
         assert (health == "healthy") == model.is_healthy(each, allow)
@@ -29,7 +30,9 @@ def test_health_is_what_the_leaves_say(steps: list[SavedStep], allow: tuple[str,
         assert (why_not_healthy(each, allow) == "") == (health == "healthy")
 
 
-def expected_last(steps: list[SavedStep], stay: set[int], allow: Any, saved: Any) -> set[int]:
+def expected_last(
+    steps: list[ckpt.keep.SavedStep], stay: set[int], allow: Any, saved: Any
+) -> set[int]:
     """The step that must stay beside `stay`, found by trying all of them."""
     newest = max((each.step for each in steps if each.step in stay), default=None)
     latest = [each for each in steps if each.step in (newest, saved)]
@@ -44,7 +47,7 @@ def expected_last(steps: list[SavedStep], stay: set[int], allow: Any, saved: Any
 @given(saved_steps(), st.sets(st.integers(0, 60)), ALLOWED, st.none() | st.integers(0, 60))
 @settings(max_examples=300)
 def test_the_last_resort_is_the_newest_healthy_step_or_one_of_unknown_health(
-    steps: list[SavedStep], stay: set[int], allow: tuple[str, ...], saved: int | None
+    steps: list[ckpt.keep.SavedStep], stay: set[int], allow: tuple[str, ...], saved: int | None
 ) -> None:
     found = last_resort(steps, stay, allow, saved)
     assert ({found.step} if found else set()) == expected_last(steps, stay, allow, saved)
@@ -57,16 +60,16 @@ class RunMachine(RuleBasedStateMachine):
     def begin(self, policy: Any, keeps_latest: bool) -> None:
         self.policy, self.allow = policy, allowed_by(policy)
         self.keeps_latest = keeps_latest
-        self.steps: dict[int, SavedStep] = {}
-        self.before: dict[int, SavedStep] = {}
+        self.steps: dict[int, ckpt.keep.SavedStep] = {}
+        self.before: dict[int, ckpt.keep.SavedStep] = {}
 
     @rule(data=st.data(), number=st.integers(0, 60))
     def save(self, data: st.DataObject, number: int) -> None:
         """Save a step, mostly but not always a newer one, and delete what is not kept then."""
-        saved = data.draw(with_health(SavedStep(number, float(number), {"loss": 1.0})))
+        saved = data.draw(with_health(ckpt.keep.SavedStep(number, float(number), {"loss": 1.0})))
         self.before = dict(sorted({**self.steps, number: saved}.items()))
         steps = list(self.before.values())
-        stay = {number, *steps_kept(self.policy, steps, 100.0)}
+        stay = {number, *ckpt.keep.steps_kept(self.policy, steps, 100.0)}
         stay |= {max(self.before)} if self.keeps_latest else set()
         last = last_resort(steps, stay, self.allow, number)
         stay |= {last.step} if last else set()
@@ -107,8 +110,11 @@ def test_reasons_name_the_leaves() -> None:
     assert why_not_healthy(one, ["**.mask"]) == ""
     unequal = replace(WHOLE, unequal_leaves=2, unequal=("w", "b"))
     assert why_not_healthy(unequal, ["**"]) == "replicas of 2 leaves differ: w, b"
-    unknown = why_not_healthy(SavedStep(1, 0.0), [])
-    assert unknown == "its vital signs are not known: save with vital_signs=True"
+    unknown = why_not_healthy(ckpt.keep.SavedStep(1, 0.0), [])
+    assert (
+        unknown
+        == "its vital signs are not known: save with extensions=[ckpt.extensions.VitalSigns()]"
+    )
 
 
 def test_a_pattern_that_fits_nothing_is_told_with_what_was_probably_meant() -> None:
@@ -132,7 +138,8 @@ def test_arrays_without_vital_signs_are_not_made_healthy_by_allowing_others() ->
     assert health_of(partly, []) == "unhealthy"
     assert health_of(partly, ["mask"]) == "unknown"
     assert why_not_healthy(partly, ["mask"]) == (
-        "the vital signs of 2 leaves are not known: save with vital_signs=True"
+        "the vital signs of 2 leaves are not known: save with "
+        "extensions=[ckpt.extensions.VitalSigns()]"
     )
 
 
@@ -150,32 +157,34 @@ def test_a_pattern_may_name_the_item_as_messages_do() -> None:
 
 
 def test_the_patterns_of_all_members_count_for_the_last_resort() -> None:
-    policy = p.AnyPreservation(
-        p.LatestN(1), p.AnyPreservation(Healthy(allow=["a"])), Healthy(2, ["b", "a"])
+    policy = ckpt.keep.Any(
+        ckpt.keep.Latest(1),
+        ckpt.keep.Any(ckpt.keep.Healthy(allow=["a"])),
+        ckpt.keep.Healthy(2, ["b", "a"]),
     )
     assert allowed_by(policy) == ("a", "b")
-    assert allowed_by(p.LatestN(1)) == allowed_by(lambda step: True) == ()
+    assert allowed_by(ckpt.keep.Latest(1)) == allowed_by(lambda step: True) == ()
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, True, "2", None])
 def test_a_wrong_number_is_refused(n: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"Healthy\(n="):
-        Healthy(n)
+        ckpt.keep.Healthy(n)
 
 
 @pytest.mark.parametrize("allow", ["**.mask", b"w", [""], [3], 7, None, [None]])
 def test_what_is_no_list_of_patterns_is_refused(allow: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"Healthy\(allow=.*list of patterns"):
-        Healthy(allow=allow)
+        ckpt.keep.Healthy(allow=allow)
 
 
-@pytest.mark.parametrize("healthy", ["yes", 1, None, Healthy, ["**.mask"]])
+@pytest.mark.parametrize("healthy", ["yes", 1, None, ckpt.keep.Healthy, ["**.mask"]])
 def test_what_asks_for_no_health_is_refused(healthy: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"^healthy=.*expected True, False, or"):
         check_healthy(healthy)
 
 
 def test_equal_policies_are_equal_and_can_be_compared() -> None:
-    assert Healthy(1, ["a"]) == Healthy(1, ("a",))
-    assert repr(Healthy(allow=["a"])) == "Healthy(n=1, allow=('a',))"
-    assert hash(Healthy(allow=["a"])) == hash(Healthy(allow=["a"]))
+    assert ckpt.keep.Healthy(1, ["a"]) == ckpt.keep.Healthy(1, ("a",))
+    assert repr(ckpt.keep.Healthy(allow=["a"])) == "Healthy(n=1, allow=('a',))"
+    assert hash(ckpt.keep.Healthy(allow=["a"])) == hash(ckpt.keep.Healthy(allow=["a"]))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckpt
 from ckpt._steps.saves.overhead import OverheadEstimate
-from ckpt.policies import BoundedOverhead, SaveContext, SavedStep, refusal_of
 
 
 @dataclass
@@ -33,9 +33,9 @@ class Run:
     step: int = 0
     lost: float = 0.0
     begun: list[float] = field(default_factory=list)
-    committed: list[SavedStep] = field(default_factory=list)
+    committed: list[ckpt.keep.SavedStep] = field(default_factory=list)
     pace: OverheadEstimate = field(default_factory=OverheadEstimate)
-    saving: SavedStep | None = None
+    saving: ckpt.keep.SavedStep | None = None
     ends: float = 0.0
 
     def __post_init__(self) -> None:
@@ -46,12 +46,18 @@ class Run:
         until = self.now + seconds
         while self.now < until:
             self.pace.asked(self.step, self.now)
-            if refusal_of(self.policy, self.step, self.committed, self.context()) is None:
+            if (
+                ckpt.save_when.refusal_of(self.policy, self.step, self.committed, self.context())
+                is None
+            ):
                 self.begin()
             took = self.step_seconds
             if self.saving is not None:
-                took *= 1 + self.slowdown
-                self.lost += took - self.step_seconds
+                # Only the part of the step that is beside the save is slower.
+                beside = min(self.step_seconds * (1 + self.slowdown), max(self.ends - self.now, 0))
+                slower = beside * self.slowdown / (1 + self.slowdown)
+                took += slower
+                self.lost += slower
             self.now += took
             self.step += 1
             if self.saving is not None and self.now >= self.ends:
@@ -61,16 +67,16 @@ class Run:
 
     def begin(self) -> None:
         assert self.saving is None, "saves must not queue"
-        self.saving = SavedStep(self.step, self.now)
+        self.saving = ckpt.keep.SavedStep(self.step, self.now)
         self.begun.append(self.now)
         self.pace.begin_save(0, self.now)
         self.now += self.blocked
         self.lost += self.blocked
         self.ends = self.now + self.save_seconds
 
-    def context(self) -> SaveContext:
+    def context(self) -> ckpt.save_when.SaveContext:
         saving = () if self.saving is None else (self.saving,)
-        return SaveContext(
+        return ckpt.save_when.SaveContext(
             now=self.now,
             saving=saving,
             last_time=self.begun[-1] if self.begun else None,
@@ -97,7 +103,7 @@ class Run:
 def test_the_loss_stays_below_the_bound_and_close_to_it(
     fraction: float, step: float, blocked: float, slowdown: float, save: float
 ) -> None:
-    run = Run(BoundedOverhead(fraction), step, blocked, slowdown, save)
+    run = Run(ckpt.save_when.BoundedOverhead(fraction), step, blocked, slowdown, save)
     # Until two saves were made: the first is made before anything is known.
     while len(run.begun) < 3:
         run.go_on(step)
@@ -114,7 +120,7 @@ def test_the_loss_stays_below_the_bound_and_close_to_it(
 
 
 def test_the_first_save_is_made_to_measure_one() -> None:
-    run = Run(BoundedOverhead())
+    run = Run(ckpt.save_when.BoundedOverhead())
     run.go_on(1.0)
     assert run.begun == [1.7e9]
     run.go_on(300)
@@ -126,7 +132,7 @@ def test_the_first_save_is_made_to_measure_one() -> None:
 
 
 def test_the_interval_follows_what_a_save_costs() -> None:
-    run = Run(BoundedOverhead(0.05))
+    run = Run(ckpt.save_when.BoundedOverhead(0.05))
     run.go_on(400)
     quick = run.intervals()[-1]
     run.blocked *= 20
@@ -143,7 +149,7 @@ def test_the_interval_follows_what_a_save_costs() -> None:
 
 def test_steps_that_get_faster_do_not_hide_what_is_lost() -> None:
     """With saves that cost little by themselves there is hardly a step without one."""
-    run = Run(BoundedOverhead(0.05), step_seconds=1.0, blocked=0.001, slowdown=0.0)
+    run = Run(ckpt.save_when.BoundedOverhead(0.05), step_seconds=1.0, blocked=0.001, slowdown=0.0)
     run.go_on(500)
     run.step_seconds, run.slowdown = 0.25, 0.5
     run.go_on(3000)
@@ -153,25 +159,25 @@ def test_steps_that_get_faster_do_not_hide_what_is_lost() -> None:
 
 
 def test_bounds_of_the_interval() -> None:
-    often = Run(BoundedOverhead(0.001, at_most_seconds=30))
+    often = Run(ckpt.save_when.BoundedOverhead(0.001, at_most_seconds=30))
     often.go_on(400)
     assert max(often.intervals()) < 31
-    seldom = Run(BoundedOverhead(0.5, at_least_seconds=60))
+    seldom = Run(ckpt.save_when.BoundedOverhead(0.5, at_least_seconds=60))
     seldom.go_on(400)
     assert min(seldom.intervals()) >= 60
     # No bound makes saves queue.
-    slow = Run(BoundedOverhead(0.001, at_most_seconds=1), save_seconds=20.0)
+    slow = Run(ckpt.save_when.BoundedOverhead(0.001, at_most_seconds=1), save_seconds=20.0)
     slow.go_on(400)
     assert min(slow.intervals()) >= 20
 
 
 def test_saves_that_cost_nothing_are_made_one_after_the_other() -> None:
-    run = Run(BoundedOverhead(), blocked=0.0, slowdown=0.0)
+    run = Run(ckpt.save_when.BoundedOverhead(), blocked=0.0, slowdown=0.0)
     run.go_on(300)
     assert max(run.intervals()[1:]) < 4.0 + 5 * 0.3
 
 
 def test_a_resumed_run_measures_anew() -> None:
-    policy = BoundedOverhead()
-    context = SaveContext(1000.0)
-    assert refusal_of(policy, 8, [SavedStep(7, 999.0)], context) is None
+    policy = ckpt.save_when.BoundedOverhead()
+    context = ckpt.save_when.SaveContext(1000.0)
+    assert ckpt.save_when.refusal_of(policy, 8, [ckpt.keep.SavedStep(7, 999.0)], context) is None

@@ -10,9 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ckpt import policies as p
+import ckpt
 from ckpt._steps.saves.overhead import OverheadEstimate
-from ckpt.policies import SaveContext, SavedStep, refusal_of, steps_kept
 from tests.unit.policies import reference_policies as model
 from tests.unit.policies.reference_policies import (
     METRICS,
@@ -31,17 +30,17 @@ class Root:
         self.save_policy = save_policy
         self.preservation = preservation
         self.now = 1000.0
-        self.steps: list[SavedStep] = []
-        self.saving: list[SavedStep] = []
-        self.begun: list[SavedStep] = []
+        self.steps: list[ckpt.keep.SavedStep] = []
+        self.saving: list[ckpt.keep.SavedStep] = []
+        self.begun: list[ckpt.keep.SavedStep] = []
         self.pace = OverheadEstimate()
         # Every step that was ever committed, as if none had been deleted.
-        self.every: dict[int, SavedStep] = {}
+        self.every: dict[int, ckpt.keep.SavedStep] = {}
         self.pinned: set[int] = set()
 
-    def context(self, step: int, preempted: bool = False) -> SaveContext:
+    def context(self, step: int, preempted: bool = False) -> ckpt.save_when.SaveContext:
         self.pace.asked(step, self.now)
-        return SaveContext(
+        return ckpt.save_when.SaveContext(
             now=self.now,
             preempted=preempted,
             saving=tuple(self.saving),
@@ -54,13 +53,13 @@ class Root:
     def ask(self, step: int, metrics: Any = None, preempted: bool = False) -> str | None:
         """Begin a save if the policy wants one."""
         context = self.context(step, preempted)
-        refusal = refusal_of(self.save_policy, step, self.steps, context)
-        assert refusal == refusal_of(self.save_policy, step, self.steps, context)
+        refusal = ckpt.save_when.refusal_of(self.save_policy, step, self.steps, context)
+        assert refusal == ckpt.save_when.refusal_of(self.save_policy, step, self.steps, context)
         wanted = model.is_saved(self.save_policy, step, self.steps, context)
         assert (refusal is None) == wanted, (refusal, context)
         assert refusal is None or refusal
         if refusal is None:
-            self.saving.append(SavedStep(step, self.now, metrics))
+            self.saving.append(ckpt.keep.SavedStep(step, self.now, metrics))
             self.begun.append(self.saving[-1])
             self.pace.begin_save(step, self.now)
         return refusal
@@ -78,13 +77,13 @@ class Root:
 
     def preserve(self) -> None:
         before = list(self.steps)
-        kept = steps_kept(self.preservation, self.steps, self.now)
-        assert kept == steps_kept(self.preservation, self.steps, self.now)
+        kept = ckpt.keep.steps_kept(self.preservation, self.steps, self.now)
+        assert kept == ckpt.keep.steps_kept(self.preservation, self.steps, self.now)
         assert self.steps == before
         latest = {self.steps[-1].step}
         self.steps = [s for s in self.steps if s.step in kept | latest | self.pinned]
         # Deleting what is not kept changes nothing about what is.
-        assert steps_kept(self.preservation, self.steps, self.now) == kept
+        assert ckpt.keep.steps_kept(self.preservation, self.steps, self.now) == kept
 
     def expected(self) -> set[int]:
         """What a root has that never deleted anything before now, and is asked once."""
@@ -94,7 +93,11 @@ class Root:
 
 
 # Most policies by themselves save little.
-EAGER = SAVING.map(lambda policy: p.AnySave(policy, p.FixedInterval(2), p.Continuous(9)))
+EAGER = SAVING.map(
+    lambda policy: ckpt.save_when.Any(
+        policy, ckpt.save_when.EverySteps(2), ckpt.save_when.Continuously(9)
+    )
+)
 
 
 class PolicyMachine(RuleBasedStateMachine):
@@ -169,28 +172,28 @@ TestPolicies.settings = settings(max_examples=100, stateful_step_count=20, deadl
 
 def test_two_thousand_steps_under_all_policies() -> None:
     members = (
-        p.LatestN(3),
-        p.EveryNSteps(500),
-        p.EveryNSteps(300, exact=False, max_to_keep=2),
-        p.EveryNStepsClosest(350, max_to_keep=4),
-        p.EveryNSeconds(600),
-        p.LatestDuration(30),
-        p.BestN(2, "loss", "min"),
-        p.BestN(2, loss_and_more, "max", keep_without_metrics=False),
-        p.CustomSteps([7, 100, 1003]),
+        ckpt.keep.Latest(3),
+        ckpt.keep.EverySteps(500),
+        ckpt.keep.EverySteps(300, exact=False, max_to_keep=2),
+        ckpt.keep.ClosestToEvery(350, max_to_keep=4),
+        ckpt.keep.EverySeconds(600),
+        ckpt.keep.Newer(30),
+        ckpt.keep.Best(2, "loss", "min"),
+        ckpt.keep.Best(2, loss_and_more, "max", keep_without_metrics=False),
+        ckpt.keep.Steps([7, 100, 1003]),
         lambda step: step == 1111,
     )
     root = Root(
-        p.AnySave(
-            p.Initial(),
-            p.FixedInterval(100),
-            p.SpecificSteps([7, 1003, 1111]),
-            p.EverySeconds(120),
-            p.OnPreemption(),
-            p.BoundedOverhead(0.02),
+        ckpt.save_when.Any(
+            ckpt.save_when.First(),
+            ckpt.save_when.EverySteps(100),
+            ckpt.save_when.Steps([7, 1003, 1111]),
+            ckpt.save_when.EverySeconds(120),
+            ckpt.save_when.Preempted(),
+            ckpt.save_when.BoundedOverhead(0.02),
             wants_tens,
         ),
-        p.AnyPreservation(*members),
+        ckpt.keep.Any(*members),
     )
     refused, most = 0, 0
     for step in range(2000):
@@ -240,4 +243,4 @@ def test_the_model_would_notice() -> None:
         except AssertionError:
             failures += 1
     assert failures
-    assert replace(SavedStep(1, 0.0), step=2) == SavedStep(2, 0.0)
+    assert replace(ckpt.keep.SavedStep(1, 0.0), step=2) == ckpt.keep.SavedStep(2, 0.0)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 import ckpt.sync
-from ckpt import Event
-from ckpt._runtime.interpreter import quick_switches
+from ckpt._runtime.interpreter import short_switch_interval
 from ckpt.errors import CheckpointError
+from ckpt.types import Event
 
 SHORT = 1e-3
 
@@ -29,7 +29,7 @@ def usual() -> Iterator[float]:
 
 
 def test_bodies_may_overlap(usual: float) -> None:
-    first, second = quick_switches(), quick_switches()
+    first, second = short_switch_interval(), short_switch_interval()
     first.__enter__()
     second.__enter__()
     assert sys.getswitchinterval() < SHORT
@@ -42,7 +42,7 @@ def test_bodies_may_overlap(usual: float) -> None:
 def test_many_threads_leave_it_as_it_was(usual: float) -> None:
     def work() -> None:
         for _ in range(200):
-            with quick_switches():
+            with short_switch_interval():
                 assert sys.getswitchinterval() < SHORT
 
     threads = [threading.Thread(target=work) for _ in range(8)]
@@ -54,20 +54,20 @@ def test_many_threads_leave_it_as_it_was(usual: float) -> None:
 
 
 def test_an_error_sets_it_back(usual: float) -> None:
-    with pytest.raises(ValueError, match="stop"), quick_switches():
+    with pytest.raises(ValueError, match="stop"), short_switch_interval():
         raise ValueError("stop")
     assert sys.getswitchinterval() == usual
 
 
 def test_a_shorter_one_is_left_alone() -> None:
     sys.setswitchinterval(5e-5)
-    with quick_switches():
+    with short_switch_interval():
         assert sys.getswitchinterval() == pytest.approx(5e-5)
     assert sys.getswitchinterval() == pytest.approx(5e-5)
 
 
 def test_one_that_the_program_sets_meanwhile_stays() -> None:
-    with quick_switches():
+    with short_switch_interval():
         sys.setswitchinterval(0.02)
     assert sys.getswitchinterval() == pytest.approx(0.02)
 

@@ -79,7 +79,7 @@ def test_however_many_threads_there_are_a_save_is_made_or_says_why_not(
         if error is None:
             assert (root / "0").exists()
         elif root.exists():
-            assert set(os.listdir(root)) <= {"0", "metadata"}
+            assert set(os.listdir(root)) <= {"0"}
     assert errors[0] is not None
     assert errors[-1] is None
     assert {each.errno for each in errors if each is not None} == {errno.EAGAIN}

@@ -8,24 +8,26 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt._steps.removal.all_disks import joined, told
-from ckpt.policies import SavedStep
-from ckpt.policies._health import health_of
+import ckpt
+from ckpt._steps.removal.all_disks import health_data, join_health
+from ckpt.keep._health import health_of
 
 NAMES = ("mask", "w", "b")
 
 
 @st.composite
-def parts(draw: st.DrawFn) -> SavedStep:
+def parts(draw: st.DrawFn) -> ckpt.keep.SavedStep:
     """A step as it is on one disk; of some, the names of leaves could not be read."""
     nonfinite = tuple(draw(st.lists(st.sampled_from(NAMES), unique=True)))
     unequal = tuple(draw(st.lists(st.sampled_from(NAMES), unique=True)))
     count = draw(st.sampled_from([len(nonfinite), len(nonfinite) or None]))
     is_read = draw(st.booleans())
-    return SavedStep(7, 1.0, None, count, len(unequal), nonfinite * is_read, unequal * is_read)
+    return ckpt.keep.SavedStep(
+        7, 1.0, None, count, len(unequal), nonfinite * is_read, unequal * is_read
+    )
 
 
-def health_with(parts: list[SavedStep], allow: tuple[str, ...]) -> str:
+def health_with(parts: list[ckpt.keep.SavedStep], allow: tuple[str, ...]) -> str:
     """The worst that is known of any part."""
     found = {health_of(each, allow) for each in parts}
     return next(each for each in ("unhealthy", "unknown", "healthy") if each in found)
@@ -33,10 +35,10 @@ def health_with(parts: list[SavedStep], allow: tuple[str, ...]) -> str:
 
 @given(st.lists(parts(), min_size=1, max_size=4), st.lists(st.sampled_from(NAMES), unique=True))
 def test_a_step_is_as_healthy_as_the_worst_of_its_parts(
-    disks: list[SavedStep], allow: list[str]
+    disks: list[ckpt.keep.SavedStep], allow: list[str]
 ) -> None:
-    every: list[Any] = json.loads(json.dumps([told([each]) for each in disks]))
-    found = [joined([each], every)[0] for each in disks]
+    every: list[Any] = json.loads(json.dumps([health_data([each]) for each in disks]))
+    found = [join_health([each], every)[0] for each in disks]
     assert found == [found[0]] * len(disks)
     assert health_of(found[0], allow) == health_with(disks, tuple(allow))
     assert set(found[0].nonfinite) == {name for each in disks for name in each.nonfinite}
@@ -44,6 +46,6 @@ def test_a_step_is_as_healthy_as_the_worst_of_its_parts(
 
 
 def test_the_leaves_that_many_steps_have_are_told_once() -> None:
-    steps = [SavedStep(at, 0.0, None, 2, 0, ("model/a", "model/b")) for at in range(100)]
-    assert json.dumps(told(steps)).count("model/a") == 1
-    assert joined(steps, [told(steps)] * 3) == steps
+    steps = [ckpt.keep.SavedStep(at, 0.0, None, 2, 0, ("model/a", "model/b")) for at in range(100)]
+    assert json.dumps(health_data(steps)).count("model/a") == 1
+    assert join_health(steps, [health_data(steps)] * 3) == steps

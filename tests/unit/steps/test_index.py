@@ -51,7 +51,7 @@ def test_a_root_of_many_steps_is_opened_without_reading_them(
 ) -> None:
     make_root(tmp_path, 10_000)
     reads.clear()
-    with ckpt.sync.CheckpointManager(tmp_path, save_policy=ckpt.policies.FixedInterval(100)) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, save_when=ckpt.save_when.EverySteps(100)) as mgr:
         assert reads == ["9999/ckpt.json"]
         assert mgr.latest_step() == 9999
         assert reads == ["9999/ckpt.json"]
@@ -75,7 +75,7 @@ def test_a_root_of_many_steps_is_opened_without_reading_them(
 def test_what_others_do_to_a_root_is_seen_at_once(tmp_path: Path) -> None:
     make_root(tmp_path, 5)
     with (
-        ckpt.sync.CheckpointManager(tmp_path, read_only=True) as mgr,
+        ckpt.sync.CheckpointManager(tmp_path, mode="r") as mgr,
         ckpt.sync.CheckpointManager(tmp_path) as other,
     ):
         assert mgr.all_steps() == [0, 1, 2, 3, 4]
@@ -84,7 +84,7 @@ def test_what_others_do_to_a_root_is_seen_at_once(tmp_path: Path) -> None:
         other.save(2, {"n": 2}, metrics={"loss": 1.0}).result()
         assert mgr.all_steps() == [0, 1, 2, 3, 4]
         assert mgr.best_step("loss", "min") == 2
-        other.save(2, {"n": 2}, metrics={"loss": 3.0}, overwrite=True).result()
+        other.save(2, {"n": 2}, metrics={"loss": 3.0}, if_exists="replace").result()
         assert mgr.best_step("loss", "min") == 4
         assert mgr.best_step("loss", "max") == 2
         (tmp_path / "4" / "ckpt.json").write_bytes(b"damaged")

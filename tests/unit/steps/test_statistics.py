@@ -25,7 +25,7 @@ def of(info: ckpt.StepInfo | None) -> SaveStatistics:
 
 def test_a_step_tells_where_the_time_of_its_save_went(tmp_path: Path) -> None:
     state = {"w": np.ones((2048, 2048)), "b": np.ones(7)}
-    with ckpt.sync.CheckpointManager(tmp_path, preservation=ckpt.policies.LatestN(1)) as mgr:
+    with ckpt.sync.CheckpointManager(tmp_path, keep=ckpt.keep.Latest(1)) as mgr:
         for step in range(3):
             told = of(mgr.save(step, state).result())
         later = of(mgr.metadata(2).info)
@@ -34,7 +34,7 @@ def test_a_step_tells_where_the_time_of_its_save_went(tmp_path: Path) -> None:
     # The manifest is written before the rest is known, and nothing is kept beside the steps.
     assert asdict(later) == asdict(told) | dict.fromkeys(LATE)
     assert told.shared_bytes > 0
-    assert [path.name for path in (tmp_path / "metadata").iterdir()] == ["_ROOT_METADATA"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".ckpt-run", "2"]
     # As they are defined.
     assert told.blocked is not None
     assert told.written is not None

@@ -27,7 +27,7 @@ def plain(root: Path, **settings: Any) -> ckpt.sync.CheckpointManager:
 
 
 def entries(root: Path) -> list[str]:
-    return sorted(set(os.listdir(root)) - {"metadata", ".ckpt-run"})
+    return sorted(set(os.listdir(root)) - {".ckpt-run"})
 
 
 @given(PREFIXES, DIGITS, STEPS)
@@ -55,10 +55,10 @@ def test_names_are_those_of_orbax(step: int) -> None:
 
 @pytest.mark.parametrize("names", [Standard("ckpt", 8), Standard("", 6), Standard("run-1")])
 def test_a_root_with_other_names_does_everything(tmp_path: Path, names: Standard) -> None:
-    with plain(tmp_path, step_names=names, preservation=ckpt.policies.LatestN(2)) as mgr:
+    with plain(tmp_path, step_names=names, keep=ckpt.keep.Latest(2)) as mgr:
         for step in (1, 20, 300):
             mgr.save(step, {"n": step}, metrics={"loss": float(step)}).result()
-        mgr.save(300, {"n": -300}, overwrite=True).result()
+        mgr.save(300, {"n": -300}, if_exists="replace").result()
         mgr.wait_until_finished()
         assert entries(tmp_path) == sorted(map(names.name, (20, 300)))
         assert mgr.all_steps() == [20, 300]
@@ -103,7 +103,7 @@ def test_a_root_may_change_over_to_other_names(tmp_path: Path) -> None:
         # A step is one step, whatever its name.
         with pytest.raises(errors.StepExistsError):
             mgr.save(2, {"n": -2})
-        mgr.save(2, {"n": -2}, overwrite=True).result()
+        mgr.save(2, {"n": -2}, if_exists="replace").result()
         mgr.wait_until_finished()
         assert entries(tmp_path) == ["1", "3", "ckpt_0002", "ckpt_0004"]
         assert mgr.restore(2) == {"n": -2}
@@ -229,7 +229,7 @@ def test_a_step_that_is_not_kept_goes_under_all_of_its_names(tmp_path: Path) -> 
     with plain(tmp_path, step_names=Standard("ckpt")) as mgr:
         mgr.save(7, {"n": "new"}).result()
     names = Composite(Standard("ckpt"), Standard())
-    with plain(tmp_path, step_names=names, preservation=ckpt.policies.LatestN(1)) as mgr:
+    with plain(tmp_path, step_names=names, keep=ckpt.keep.Latest(1)) as mgr:
         mgr.save(8, {"n": 8}).result()
         mgr.wait_until_finished()
         assert mgr.all_steps() == [8]
@@ -241,7 +241,7 @@ def test_a_directory_of_others_under_another_name_is_not_in_the_way(tmp_path: Pa
     (tmp_path / "20" / "plot.png").write_bytes(b"mine")
     with plain(tmp_path, step_names=Composite(Standard("ckpt"), Standard())) as mgr:
         mgr.save(20, {"n": 1}).result()
-        mgr.save(20, {"n": 2}, overwrite=True).result()
+        mgr.save(20, {"n": 2}, if_exists="replace").result()
         assert mgr.restore(20) == {"n": 2}
         mgr.delete(20)
         assert mgr.all_steps() == []

@@ -395,7 +395,7 @@ def test_an_attempt_is_never_swept_while_it_is_begun_or_ended(tmp_path: Path) ->
 def held(root: Path, inside: Callable[[], None], **timeouts: float) -> ckpt.Commit:
     """A save that does `inside` while it has its attempt and nothing is published."""
 
-    def observe(event: ckpt.Event) -> None:
+    def observe(event: ckpt.types.Event) -> None:
         if event.operation == "save" and event.phase == "record":
             inside()
 
@@ -422,7 +422,7 @@ def test_a_writer_renews_its_lease(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
         gate.set()
         commit.result(PATIENCE_S)
-    assert names(tmp_path) == {"metadata", "0"}
+    assert names(tmp_path) == {"0"}
 
 
 @pytest.mark.parametrize("recreated", [False, True])
@@ -442,7 +442,7 @@ def test_a_writer_whose_attempt_was_taken_publishes_nothing(
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
         assert mgr.all_steps() == []
         mgr.save(0, STATE).result()
-    assert names(tmp_path) == {"metadata", "0"}
+    assert names(tmp_path) == {"0"}
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "1", None, True, 10**400])

@@ -41,7 +41,7 @@ def put(root: Path, name: str, data: bytes, *, replace: bool = False, durable: b
 
 
 def read(root: Path, name: str) -> bytes | None:
-    return run(lambda storage: storage.read_note(name, 100), root)
+    return run(lambda storage: storage.read("", name, 100), root)
 
 
 def ages(root: Path, folder: str) -> dict[str, float]:
@@ -157,7 +157,7 @@ def test_another_error_of_a_link_is_an_error(
 @pytest.mark.usefixtures("only_plain_renames")
 def test_a_root_without_links_is_used_like_any_other(tmp_path: Path) -> None:
     for turn in range(2):
-        with ckpt.sync.CheckpointManager(tmp_path, metadata={"run": 7}) as mgr:
+        with ckpt.sync.CheckpointManager(tmp_path, custom_metadata={"run": 7}) as mgr:
             mgr.save(turn, {"n": turn}).result()
             mgr.pin(turn, "best")
             assert mgr.root_metadata() == {"run": 7}

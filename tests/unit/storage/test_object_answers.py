@@ -19,10 +19,11 @@ import tensorstore as ts
 
 import ckpt.sync
 from ckpt.errors import StorageError
-from ckpt.storage._object.client import MISSING, ObjectClient, Swap
+from ckpt.storage._object.client import ObjectClient
 from ckpt.storage._object.config import S3, Memory
 from ckpt.storage._object.connection import connect
 from ckpt.storage._object.errors import RequestFailed
+from ckpt.storage._store import Swap
 from tests.stores.wire import Head, Loopback, read_head, read_pieces, send
 from tests.unit.storage.failing_store import FailingStore
 
@@ -148,7 +149,7 @@ def test_a_refusal_is_told_at_once(status: int, code: str, number: int, words: s
         Loopback(store.serve) as server,
         pytest.raises(RequestFailed, match=f"{code}.*{words}") as caught,
     ):
-        anyio.run(keys_of(s3(server.port)).swap, "x", b"data", MISSING)
+        anyio.run(keys_of(s3(server.port)).swap, "x", b"data", None)
     assert caught.value.is_refusal
     assert caught.value.errno == number
     assert len(store.asked) == 1
@@ -191,7 +192,7 @@ def test_who_does_not_know_conditions_may_be_no_store() -> None:
         Loopback(Store(501, "NotImplemented").serve) as server,
         pytest.raises(RequestFailed, match=r"If-None-Match.*check that the endpoint") as caught,
     ):
-        anyio.run(keys_of(s3(server.port, credentials="anonymous")).swap, "x", b"data", MISSING)
+        anyio.run(keys_of(s3(server.port, credentials="anonymous")).swap, "x", b"data", None)
     assert caught.value.errno == errno.ENOTSUP
 
 
@@ -228,7 +229,7 @@ def test_what_was_turned_away_is_tried_again(text: str) -> None:
     async def main() -> None:
         store = Reluctant(text, 4)
         keys = keys_of(Memory("memory://m"), store)
-        swap = await keys.swap("x", b"data", MISSING)
+        swap = await keys.swap("x", b"data", None)
         assert swap.generation is not None
         # A conflict is no lost answer: somebody else's object is there, and ours never was.
         store.times, store.other = 1, b"theirs"
@@ -237,7 +238,7 @@ def test_what_was_turned_away_is_tried_again(text: str) -> None:
         store.times, store.other = 1 << 30, None
         hasty = keys_of(Memory("memory://m", request_timeout=0.2), store)
         with pytest.raises(RequestFailed) as caught:
-            await hasty.swap("y", b"data", MISSING)
+            await hasty.swap("y", b"data", None)
         assert caught.value.is_refusal
 
     anyio.run(main)

@@ -151,7 +151,7 @@ class Copies:
     def __init__(self) -> None:
         self.storage, _ = opened(new_place())
         self.copier = FailingCopier()
-        self.copies = ServerSideCopies(self.storage._keys, lambda: self.copier, are_wanted=True)
+        self.copies = ServerSideCopies(self.storage._keys, lambda: self.copier)
 
     async def share(self, *answers: str) -> list[int]:
         """Share a file for each answer, into one attempt; return how many copies each asked for."""
@@ -223,7 +223,7 @@ def test_a_broken_installation_of_obstore_fails_no_save(caplog: pytest.LogCaptur
 
     async def run() -> None:
         storage, _ = opened(new_place())
-        copies = ServerSideCopies(storage._keys, broken, are_wanted=True)
+        copies = ServerSideCopies(storage._keys, broken)
         attempt = await storage.begin("2")
         for _ in range(2):
             assert await copies.share(attempt, "1", {DATA: SMALLEST_BYTES}) == []

@@ -222,7 +222,8 @@ def test_an_outcome_that_is_not_known_is_said_and_nothing_is_removed() -> None:
         attempt = await write(storage, "5", "new")
         # The store is gone while the manifest is put, after the name and the record.
         _, store = place.opened()
-        storage._keys._opened = (store, store)  # the same writer, from now on
+        client: Any = storage._keys
+        client._opened = (store, store)  # the same writer, from now on
         store.kind, store.at = "lost and gone", 2
         with pytest.raises(StorageError, match="it is unknown whether") as caught:
             await storage.publish(attempt, overwrite=False)
@@ -318,7 +319,8 @@ def test_data_stay_while_an_earlier_try_to_commit_may_still_come_true() -> None:
         # The first try of the manifest hangs, the second one is refused.
         _, store = place.opened()
         refusing = RefusingStore(store, key, 2)
-        storage._keys._opened = (refusing, refusing)
+        client: Any = storage._keys
+        client._opened = (refusing, refusing)
         store.kind, store.at = "hangs", 2
         with pytest.raises(StorageError):
             await storage.publish(attempt, overwrite=False)

@@ -91,14 +91,16 @@ async def meet(first: str, second: str, at: int | None) -> int:
         async def act() -> None:
             storage = storage_of(second, cleaners[1])
             # Its semaphores belong to the other loop.
-            storage._keys._slots = None
+            client: Any = storage._keys
+            client._slots = None
             results["second"] = await outcome(ACTS[second](storage, slow))
 
         anyio.run(act)
 
     store = MeetingStore(connect(place.config).open()[0], at, meanwhile)
     one = storage_of(first, cleaners[0])
-    one._keys._opened = (store, store)
+    client: Any = one._keys
+    client._opened = (store, store)
     with anyio.fail_after(PATIENCE_S):
         results["first"] = await outcome(ACTS[first](one, slow))
     await check(place, first, second, results)
@@ -167,7 +169,8 @@ def test_data_stay_while_their_writer_does_not_know_that_it_has_committed() -> N
         writer, _ = place.opened()
         attempt = await write(writer, "5", "new")
         store = FailingStore(connect(place.config).open()[0], 2, "lost and gone")
-        writer._keys._opened = (store, store)
+        client: Any = writer._keys
+        client._opened = (store, store)
         with pytest.raises(StorageError, match="it is unknown whether"):
             await writer.publish(attempt, overwrite=False)
         looker, _ = place.opened()

@@ -17,6 +17,7 @@ import ckpt
 import ckpt.sync
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError, StorageError
+from ckpt.storage import StoreLimits
 from ckpt.storage._object.config import S3, Memory
 from ckpt.storage._object.connection import Connection, connect
 from ckpt.storage._object.storage import ObjectStorage
@@ -83,32 +84,35 @@ def test_many_small_leaves_take_few_requests(monkeypatch: pytest.MonkeyPatch) ->
         assert store.taken() <= 5
 
 
-def test_what_a_run_keeps_costs_a_read_at_opening_and_a_write_if_it_is_new(
+def test_what_a_run_keeps_costs_a_read_at_the_first_save_and_a_write_if_it_is_new(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = memory()
     store = CountingStore(connect(config).open()[0])
     monkeypatch.setattr(Connection, "open", lambda _: (store, store))
 
-    def opening(preservation: Any, steps: int = 0) -> Counter[str]:
-        with ckpt.sync.CheckpointManager(config, preservation=preservation) as mgr:
+    def saving(preservation: Any, steps: int = 1) -> Counter[str]:
+        with ckpt.sync.CheckpointManager(config, keep=preservation) as mgr:
             for step in range(steps):
-                mgr.save(step, {"w": np.ones(2)})
+                mgr.save(step, {"w": np.ones(2)}, if_exists="replace")
             mgr.wait_until_finished()
             assert mgr.all_steps()
         counts = store.counts.copy()
         store.taken()
         return counts
 
-    opening(ckpt.policies.PreserveAll(), steps=2)
-    usual = opening(ckpt.policies.PreserveAll())
-    first = opening(ckpt.policies.LatestN(3))
-    again = opening(ckpt.policies.LatestN(3))
+    saving(ckpt.keep.All(), steps=2)
+    opened = saving(ckpt.keep.All(), steps=0)
+    assert saving(ckpt.keep.Latest(3), steps=0) == opened
+    saving(ckpt.keep.Latest(4))
+    usual = saving(ckpt.keep.Latest(4))
+    first = saving(ckpt.keep.Latest(3))
+    again = saving(ckpt.keep.Latest(3))
     assert first - usual == Counter({"write": 1})
     assert again == usual
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt._steps.removal.retention.note_policy", _nothing)
-        without = opening(ckpt.policies.LatestN(3))
+        patch.setattr("ckpt._steps.removal.retention.record_policy", _nothing)
+        without = saving(ckpt.keep.Latest(3))
     assert again - without == Counter({"read": 1})
 
 
@@ -229,11 +233,11 @@ def test_a_large_read_is_made_of_parts_at_once() -> None:
     anyio.run(main)
 
 
-def test_a_file_that_no_request_can_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_no_request_can_carry_is_refused() -> None:
     async def main() -> None:
         storage, store = counted(memory())
         attempt = await storage.begin("1")
-        monkeypatch.setattr("ckpt.storage._object.storage._LARGEST_FILE_BYTES", 1000)
+        storage._keys.limits = StoreLimits(largest_bytes=1000)  # type: ignore[misc]
         store.taken()
         with pytest.raises(StorageError, match="at most 1000 at once"):
             await storage.write_block(attempt, "d/x", memoryview(bytes(1001)))

@@ -16,7 +16,7 @@ import tensorstore as ts
 
 from ckpt._settings import Timeouts
 from ckpt.errors import StorageError
-from ckpt.storage._object.client import MISSING, ObjectClient
+from ckpt.storage._object.client import ObjectClient
 from ckpt.storage._object.config import S3, Memory
 from ckpt.storage._object.connection import connect
 from ckpt.storage._object.errors import RequestFailed
@@ -156,7 +156,7 @@ def test_an_endpoint_that_was_never_there_is_told_at_once_and_for_sure(
         open_store = connect(config).open
         keys = ObjectClient(config.url, "", open_store, seconds, 4, retries)
         with anyio.fail_after(PATIENCE_S), pytest.raises(RequestFailed) as caught:
-            await keys.swap("x", b"data", MISSING)
+            await keys.swap("x", b"data", None)
         assert "does not answer" in str(caught.value)
         assert "unknown" not in str(caught.value)
 

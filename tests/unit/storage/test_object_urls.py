@@ -17,7 +17,6 @@ import ckpt
 import ckpt.storage
 import ckpt.sync
 from ckpt.errors import InvalidArgumentError, NotACheckpointError, StorageError
-from ckpt.policies import Deletion
 from ckpt.storage._object.config import GCS, S3, Memory, parent_of
 from ckpt.storage._object.connection import connect
 from ckpt.storage._object.storage import ObjectStorage
@@ -57,7 +56,7 @@ def test_a_place_is_a_url_or_a_store(root: Any, location: str) -> None:
     storage = open_root(root)
     assert isinstance(storage, ObjectStorage)
     assert storage.location == location
-    assert storage.largest_file_bytes == 1 << 30
+    assert storage.traits.largest_file_bytes == 1 << 30
 
 
 @pytest.mark.parametrize(
@@ -216,7 +215,7 @@ def test_managers_of_a_process_share_a_memory_by_name() -> None:
     root = fresh()
     with ckpt.sync.CheckpointManager(root) as mgr:
         mgr.save(1, STATE).result()
-        assert mgr.root == root
+        assert mgr.directory == root
     with ckpt.sync.CheckpointManager(Memory(root + "/")) as mgr:
         assert mgr.all_steps() == [1]
         assert np.array_equal(mgr.restore(1)["a"], STATE["a"])
@@ -227,40 +226,39 @@ def test_managers_of_a_process_share_a_memory_by_name() -> None:
 
 def test_what_objects_do_not_have_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="expected a plain name"):
-        ckpt.sync.CheckpointManager(fresh(), deletion=Deletion(trash="/trash"))
-    with pytest.raises(InvalidArgumentError, match="permission_mode=0o750"):
-        ckpt.sync.CheckpointManager(fresh(), permission_mode=0o750)
+        ckpt.sync.CheckpointManager(fresh(), trash="/trash")
 
 
 def test_a_root_that_is_not_to_be_made_has_to_be_there() -> None:
     root = fresh()
-    for read_only in (False, True):
-        with (
-            pytest.raises(StorageError, match="create=False"),
-            ckpt.sync.CheckpointManager(root, create=False, read_only=read_only) as mgr,
-        ):
-            mgr.all_steps()
+    with (
+        pytest.raises(StorageError, match="mode='r\\+'"),
+        ckpt.sync.CheckpointManager(root, mode="r+") as mgr,
+    ):
+        mgr.all_steps()
     with ckpt.sync.CheckpointManager(root) as mgr:
         mgr.save(1, STATE).result()
-    with ckpt.sync.CheckpointManager(root, create=False) as mgr:
+    with ckpt.sync.CheckpointManager(root, mode="r+") as mgr:
         assert mgr.all_steps() == [1]
 
 
 PLUGIN = """
 import ckpt.errors
+from ckpt.storage._object.client import ObjectClient
 from ckpt.storage._object.config import Memory
-from ckpt.storage._object.storage import ObjectStorage
+from ckpt.storage._object.connection import connect
 
-def shelf(url, timeouts, create):
+def shelf(url):
     assert url.startswith("shelf://")
     if "closed" in url:
         raise ckpt.errors.StorageError("the shelf is closed")
-    return ObjectStorage(Memory(url.replace("shelf", "memory", 1)), timeouts, create=create)
+    memory = connect(Memory(url.replace("shelf", "memory", 1)))
+    return ObjectClient(memory.location, "", memory.open, 10.0, 4)
 
-def odd(url, timeouts, create):
+def odd(url):
     return object()
 
-def broken(url, timeouts, create):
+def broken(url):
     raise RuntimeError("no licence: " + url)
 """
 POINTS = """[ckpt.storage]
@@ -312,7 +310,7 @@ def test_installed_stores_are_found_by_scheme(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     closed, odd, broken, absent, none = done.stdout.splitlines()
     assert closed == "StorageError the shelf is closed"
-    assert "gave object, which is not a storage: it lacks attempts, begin" in odd
+    assert "gave object, which is not a store: it lacks delete, delete_if" in odd
     assert "RuntimeError: no licence" in broken
     assert "ModuleNotFoundError" in absent
     assert "no storage is known for 'none', only absent, broken, file, gs, memory, odd, s3" in none

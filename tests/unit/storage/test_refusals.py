@@ -40,7 +40,7 @@ def test_a_directory_above_the_root_that_is_not_synced_is_named(
 def test_a_directory_of_the_root_that_is_not_synced_is_named(folder: str, tmp_path: Path) -> None:
     where = os.path.normpath(tmp_path / folder)
     with refusing(tmp_path, folder, errno.EIO), pytest.raises(StorageError) as caught:
-        ckpt.sync.CheckpointManager(tmp_path).save(0, STATE).result()
+        ckpt.sync.CheckpointManager(tmp_path, custom_metadata={"a": 1}).save(0, STATE).result()
     assert f"fsync of the directory {where} was refused: Input/output error" in str(caught.value)
 
 

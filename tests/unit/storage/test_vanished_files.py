@@ -46,7 +46,7 @@ def empty(top: Path) -> None:
 def removing(remove: Callable[[Path], object], root: Path) -> Any:
     """An observer that removes something once the manifest is written."""
 
-    def observe(event: ckpt.Event) -> None:
+    def observe(event: ckpt.types.Event) -> None:
         if event.operation == "save" and event.phase == "record":
             remove(attempt_of(root))
 
@@ -77,7 +77,7 @@ def test_a_save_whose_files_are_removed_fails_and_says_which(how: str, tmp_path:
     assert "files were removed or changed while it was saved: '" in message
     assert (FILE_NAME if how == "manifest" else "default/") in message
     assert "Orbax" in message
-    assert names(tmp_path) == {"metadata"}
+    assert names(tmp_path) == set()
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
         mgr.save(0, STATE).result(PATIENCE_S)
     assert ckpt.sync.verify(tmp_path / "0").ok
@@ -89,9 +89,9 @@ def test_an_overwrite_whose_files_are_removed_leaves_the_old_step(tmp_path: Path
     observer = removing(REMOVALS["data"], tmp_path)
     with ckpt.sync.CheckpointManager(tmp_path, observers=[observer]) as mgr:
         with pytest.raises(StorageError, match="removed or changed"):
-            mgr.save(0, STATE, overwrite=True).result(PATIENCE_S)
+            mgr.save(0, STATE, if_exists="replace").result(PATIENCE_S)
         assert (mgr.restore(0)["w"] == 0).all()
-    assert names(tmp_path) == {"0", "metadata"}
+    assert names(tmp_path) == {"0"}
 
 
 def acting(when: Callable[[FileOperation], bool], act: Callable[[], object]) -> Any:
@@ -127,7 +127,7 @@ def test_a_removal_that_goes_on_while_the_step_is_published_is_noticed(
     before = names(tmp_path)
     plan = acting(is_publishing, lambda: remove_data(tmp_path))
     with FaultyFiles(tmp_path, plan), pytest.raises(StorageError, match="removed or changed"):
-        ckpt.sync.save(tmp_path / "0", STATE, overwrite=overwrite)
+        ckpt.sync.save(tmp_path / "0", STATE, if_exists="replace" if overwrite else "error")
     assert names(tmp_path) == before
     if overwrite:
         assert (ckpt.sync.load(tmp_path / "0")["w"] == 0).all()
@@ -233,4 +233,4 @@ def test_an_item_is_not_deleted_when_files_of_the_new_step_are_removed(tmp_path:
         with FaultyFiles(tmp_path, plan), pytest.raises(StorageError, match="removed or changed"):
             mgr.delete(0, item="other")
     assert ckpt.sync.verify(tmp_path / "0").ok
-    assert names(tmp_path) == {"0", "metadata"}
+    assert names(tmp_path) == {"0"}

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from ckpt import UnknownNode
 from ckpt._format.dtypes import DTYPES
 from ckpt.testing import strategies
 from ckpt.testing.compare import differences
@@ -32,6 +31,7 @@ from ckpt.testing.strategies import (
     states,
     trees,
 )
+from ckpt.types import UnknownNode
 
 MANY = settings(derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 

@@ -52,7 +52,7 @@ def test_a_step_is_copied_whole_with_its_pins_and_passed_over_afterwards(
     done = drained(near, far, 2)
     assert (done.outcome, done.nbytes > 4_800_000) == ("copied", True)
     assert_whole(far, 2)
-    with ckpt.sync.CheckpointManager(far, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(far, mode="r") as mgr:
         assert [each.name for each in mgr.pins()[2]] == ["paper"]
     again = drained(near, far, 2)
     assert (again.outcome, again.nbytes) == ("there", 0)
@@ -65,7 +65,7 @@ def test_another_step_in_its_place_stays(near: Path, far: Any) -> None:
     done = drained(near, far, 1)
     assert done.outcome == "blocked"
     assert "already exists" in (done.reason or "")
-    with ckpt.sync.CheckpointManager(far, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(far, mode="r") as mgr:
         assert list(mgr.restore(1)) == ["mine"]
 
 
@@ -99,7 +99,7 @@ def test_a_drain_that_was_cut_goes_on_with_the_files_that_are_whole(
     copied = {path: size for path, size in sizes_below(far / left).items() if size > 100_000}
     assert 3 <= len(copied) <= 5
     assert copied.items() <= whole.items()
-    with ckpt.sync.CheckpointManager(far, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(far, mode="r") as mgr:
         assert mgr.all_steps() == []
     with FaultyFiles(far) as files:
         done = drained(near, far, 1)
@@ -180,7 +180,7 @@ def test_a_fault_at_any_operation_shows_nothing_by_halves(near: Path, tmp_path: 
             assert drained(near, far, 1).outcome == "copied"
         if not files.met:
             break
-        with ckpt.sync.CheckpointManager(far, read_only=True) as mgr:
+        with ckpt.sync.CheckpointManager(far, mode="r") as mgr:
             assert all(mgr.verify(step).ok for step in mgr.all_steps())
         done = drained(near, far, 1)
         assert done.outcome in ("copied", "there")
@@ -220,5 +220,5 @@ def test_what_is_missing(near: Path, far: Any) -> None:
     drained(near, far, 2)
     assert found() == []
     with ckpt.sync.CheckpointManager(near) as mgr:
-        mgr.save(2, {"w": np.zeros(3)}, overwrite=True).result()
+        mgr.save(2, {"w": np.zeros(3)}, if_exists="replace").result()
     assert found() == [2]

@@ -19,7 +19,7 @@ from ckpt import errors
 from ckpt._runtime.loop import call_once
 from ckpt._steps.pins import pins
 from ckpt._tiers.drains import drainer as drainer_module
-from ckpt._tiers.drains.drain import Drained
+from ckpt._tiers.drains.drain import DrainResult
 from ckpt._tiers.drains.drainer import Drainer, DrainRoute, draining
 from ckpt.storage._resolve import open_root
 from ckpt.testing.faults import Fail, FaultyFiles, FileOperation
@@ -33,7 +33,7 @@ class Drains:
 
     def __init__(self, near: Path, far: Path) -> None:
         self.near, self.far = near, far
-        self.told: list[Drained] = []
+        self.told: list[DrainResult] = []
         self.is_down = False
         self.is_met = False
 
@@ -186,9 +186,7 @@ def test_a_step_that_waits_is_kept_from_retention(drains: Drains) -> None:
         await _all(drainer, 1, 2)
 
         def tidy() -> list[int]:
-            with ckpt.sync.CheckpointManager(
-                drains.near, preservation=ckpt.policies.LatestN(1)
-            ) as mgr:
+            with ckpt.sync.CheckpointManager(drains.near, keep=ckpt.keep.Latest(1)) as mgr:
                 mgr.save(5, {"w": 1}).result()
                 mgr.wait_until_finished()
                 return mgr.all_steps()
@@ -198,7 +196,7 @@ def test_a_step_that_waits_is_kept_from_retention(drains: Drains) -> None:
         assert await drainer.finish() == []
 
     drains.run(body)
-    with ckpt.sync.CheckpointManager(drains.near, preservation=ckpt.policies.LatestN(1)) as mgr:
+    with ckpt.sync.CheckpointManager(drains.near, keep=ckpt.keep.Latest(1)) as mgr:
         mgr.save(6, {"w": 1}).result()
         mgr.wait_until_finished()
         assert mgr.all_steps() == [6]
@@ -208,7 +206,7 @@ def test_a_step_that_waits_is_kept_from_retention(drains: Drains) -> None:
 def test_the_hold_is_renewed_while_a_step_waits(
     drains: Drains, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt._tiers.drains.holds._LEASE_SECONDS", 3.0)
+    monkeypatch.setattr("ckpt._tiers.drains.drain_leases._LEASE_SECONDS", 3.0)
 
     async def body(drainer: Drainer) -> None:
         drains.is_down = True
@@ -232,7 +230,7 @@ def test_a_step_is_let_go_before_that_is_told(drains: Drains) -> None:
         route = DrainRoute(open_root(drains.near), open_root(drains.far))
         found: list[tuple[int, list[Path]]] = []
 
-        def told(drained: Drained) -> None:
+        def told(drained: DrainResult) -> None:
             found.append((drained.step, list((drains.near / ".ckpt-pins").glob("*"))))
 
         async with draining(route, told) as drainer:
@@ -275,7 +273,7 @@ def test_leaving_stops_a_drain_and_the_next_one_goes_on(drains: Drains) -> None:
     # One piece a moment: it is not done before it is stopped.
     drains.run(leave, bytes_per_second=20e6)
     assert drains.told == []
-    with ckpt.sync.CheckpointManager(drains.far, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(drains.far, mode="r") as mgr:
         assert mgr.all_steps() == []
     assert len(attempts(drains.far)) == 1
 
@@ -308,7 +306,7 @@ def test_an_error_of_who_is_told_is_raised_as_it_is(drains: Drains) -> None:
     async def main() -> None:
         route = DrainRoute(open_root(drains.near), open_root(drains.far))
 
-        def told(_: Drained) -> None:
+        def told(_: DrainResult) -> None:
             raise KeyError("told")
 
         async with draining(route, told) as drainer:

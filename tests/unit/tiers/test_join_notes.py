@@ -1,4 +1,4 @@
-"""The notes that keepers leave for each other: their names and contents."""
+"""The notes that agents leave for each other: their names and contents."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt._tiers.joins.notes import (
+from ckpt._tiers.joins.note_formats import (
     PARTS,
-    Ended,
+    JoinInProgress,
+    JoinResult,
+    JoinState,
     Kind,
-    Lead,
-    Led,
     PartNote,
     Refusal,
-    encoded,
-    lead_name,
-    lead_of,
+    decode_refusal,
+    decode_state,
+    encode,
     part_note,
-    refusal_of,
     save_of,
+    state_name,
 )
 from ckpt.storage._base import note_parts
 
@@ -38,7 +38,7 @@ def test_a_note_is_known_by_its_name(save: str, attempt: str, process: int, kind
 
 @given(IDS)
 def test_a_lead_is_known_by_its_name(save: str) -> None:
-    assert save_of(note_parts(lead_name(save))[1]) == save
+    assert save_of(note_parts(state_name(save))[1]) == save
 
 
 @given(st.text(max_size=60))
@@ -47,19 +47,19 @@ def test_what_others_leave_there_is_no_note(file: str) -> None:
     assert note is None or note.name.count(".") == file.count(".") + 1
 
 
-@given(st.one_of(st.from_type(Led), st.from_type(Ended)))
-def test_what_a_lead_says_is_read(lead: Lead) -> None:
+@given(st.one_of(st.from_type(JoinInProgress), st.from_type(JoinResult)))
+def test_what_a_lead_says_is_read(state: JoinState) -> None:
     # As a store renews it.
-    assert lead_of(encoded(lead) + b" \t ") == lead
+    assert decode_state(encode(state) + b" \t ") == state
 
 
 @given(st.binary())
 def test_a_note_that_cannot_be_read_is_no_error(data: bytes) -> None:
-    lead_of(data)
-    assert isinstance(refusal_of(data), Refusal)
+    decode_state(data)
+    assert isinstance(decode_refusal(data), Refusal)
 
 
 def test_a_refusal_is_read() -> None:
     refused = Refusal("damaged", "because")
-    assert refusal_of(msgspec.json.encode(refused)) == refused
-    assert lead_of(None) is None
+    assert decode_refusal(msgspec.json.encode(refused)) == refused
+    assert decode_state(None) is None

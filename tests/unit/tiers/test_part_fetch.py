@@ -20,8 +20,15 @@ from ckpt._runtime.loop import call_once
 from ckpt._tiers.peers import remote_part, wire
 from ckpt._tiers.peers.fetch import fetch_part
 from ckpt._tiers.peers.handshake import new_nonce, proof_of
+from ckpt._tiers.peers.protocol import (
+    ClientProof,
+    PartOpenRequest,
+    PartOpenResult,
+    PartReadRequest,
+    ServerHello,
+    ServerProof,
+)
 from ckpt._tiers.peers.remote_part import Peer
-from ckpt._tiers.peers.requests import Answer, Hello, Open, Opened, Read, Welcome
 from ckpt._tiers.peers.server import PartServer
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
 from ckpt.testing.compare import differences
@@ -61,7 +68,7 @@ def assert_nothing_in(target: Path) -> None:
 def test_a_part_is_fetched_whole_and_for_its_owner_alone(host: Host, tmp_path: Path) -> None:
     step, target = host.take(5, ITEMS), tmp_path / "held/1"
     assert fetching(host, target) is None
-    with ckpt.sync.CheckpointManager(target, read_only=True) as mgr:
+    with ckpt.sync.CheckpointManager(target, mode="r") as mgr:
         assert mgr.verify(5).ok
         assert differences(mgr.restore(5), ITEMS) == []
     assert (target / "5/ckpt.json").read_bytes() == (step / "ckpt.json").read_bytes()
@@ -174,7 +181,7 @@ def error_of(serve: Serve, key: str, target: Path) -> str:
 
     async def main() -> str:
         async with impostor(serve) as peer:
-            wanted = Open(1, 5, SAVE)
+            wanted = PartOpenRequest(1, 5, SAVE)
             with anyio.fail_after(PATIENCE_S), pytest.raises(CheckpointError) as caught:
                 await fetch_part(peer, key, wanted, target_of(target), "5")
             assert str(peer) in caught.value.message
@@ -188,9 +195,9 @@ def error_of(serve: Serve, key: str, target: Path) -> str:
 async def welcomed(raw: Raw, key: str) -> None:
     """Do the handshake as a server that knows the key."""
     nonce = new_nonce()
-    await raw.send(Hello(nonce))
-    answer = msgspec.json.decode(await raw.line(), type=Answer)
-    await raw.send(Welcome(proof_of(key, "server", nonce, answer.nonce)))
+    await raw.send(ServerHello(nonce))
+    answer = msgspec.json.decode(await raw.line(), type=ClientProof)
+    await raw.send(ServerProof(proof_of(key, "server", nonce, answer.nonce)))
     await raw.line()
 
 
@@ -200,8 +207,8 @@ def test_a_server_that_does_not_prove_the_key_is_not_believed(
 ) -> None:
     async def serve(raw: Raw) -> None:
         nonce = new_nonce()
-        await raw.send(Hello(nonce))
-        answer = msgspec.json.decode(await raw.line(), type=Answer)
+        await raw.send(ServerHello(nonce))
+        answer = msgspec.json.decode(await raw.line(), type=ClientProof)
         proof = {
             "none": "",
             "other key": proof_of("cd" * 32, "server", nonce, answer.nonce),
@@ -209,7 +216,7 @@ def test_a_server_that_does_not_prove_the_key_is_not_believed(
             "my own proof": answer.proof,
             "my proof, my number": answer.proof[::-1],
         }[claim]
-        await raw.send(Welcome(proof))
+        await raw.send(ServerProof(proof))
         # It would ask for a part now.
         assert await raw.line() == b""
 
@@ -228,14 +235,14 @@ def test_a_server_cannot_use_the_client_against_another_one(host: Host, tmp_path
                 # The proofs are those of the real ones; what it adds itself is of its own.
                 await raw.send(await real.line() + b"\n")
                 await raw.line()
-                await raw.send(Opened({"../escape": 3, "ckpt.json": 3}))
+                await raw.send(PartOpenResult({"../escape": 3, "ckpt.json": 3}))
                 await raw.line()
                 await raw.send(b"abc")
 
         async with impostor(serve) as peer:
             with pytest.raises(CorruptCheckpointError, match=str(peer)):
                 await fetch_part(
-                    peer, host.key, Open(1, 5, SAVE), target_of(tmp_path / "target"), "5"
+                    peer, host.key, PartOpenRequest(1, 5, SAVE), target_of(tmp_path / "target"), "5"
                 )
         assert_nothing_in(tmp_path / "target")
         assert not (tmp_path / "escape").exists()
@@ -280,13 +287,13 @@ def test_a_peer_that_goes_is_named(when: str, host: Host, tmp_path: Path) -> Non
         if when == "at once":
             return
         if when == "before":
-            await raw.send(Hello(new_nonce()))
+            await raw.send(ServerHello(new_nonce()))
             return
         await welcomed(raw, host.key)
         if when != "after":
-            await raw.send(Opened({"ckpt.json": 100}))
+            await raw.send(PartOpenResult({"ckpt.json": 100}))
         if when == "in the middle":
-            read = msgspec.json.decode(await raw.line(), type=Read)
+            read = msgspec.json.decode(await raw.line(), type=PartReadRequest)
             await raw.send(b"x" * (read.nbytes // 2))
 
     problem = error_of(serve, host.key, tmp_path / "target")
@@ -311,7 +318,7 @@ def test_a_peer_that_is_silent_is_named(
         if when != "at once":
             await welcomed(raw, host.key)
         if when == "in the middle":
-            await raw.send(Opened({"ckpt.json": 100}))
+            await raw.send(PartOpenResult({"ckpt.json": 100}))
             await raw.send(b"{")
         await anyio.sleep_forever()
 
@@ -326,7 +333,11 @@ def test_a_port_at_which_there_is_none(host: Host, tmp_path: Path) -> None:
         await listener.aclose()
         with pytest.raises(StorageError, match=rf"process 1 at {ADDRESS}:{port} cannot be reached"):
             await fetch_part(
-                Peer(1, ADDRESS, port), host.key, Open(1, 5, SAVE), target_of(tmp_path), "5"
+                Peer(1, ADDRESS, port),
+                host.key,
+                PartOpenRequest(1, 5, SAVE),
+                target_of(tmp_path),
+                "5",
             )
 
     call_once(main)
@@ -363,7 +374,7 @@ def test_a_fetch_that_is_cancelled_leaves_nothing_to_be_seen(host: Host, tmp_pat
 
             peer = Peer(1, *served.address)
             cut = Cut(target, target_of(target)._timeouts, mode=0o700)
-            await fetch_part(peer, host.key, Open(1, 5, SAVE), cut, "5")
+            await fetch_part(peer, host.key, PartOpenRequest(1, 5, SAVE), cut, "5")
         assert scope.cancelled_caught
         assert_nothing_in(target)
         # The next one removes what is left.

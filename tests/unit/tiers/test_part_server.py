@@ -17,11 +17,17 @@ import pytest
 from ckpt._runtime.loop import call_once
 from ckpt._tiers.peers import server, wire
 from ckpt._tiers.peers.handshake import new_key, new_nonce, proof_of
-from ckpt._tiers.peers.requests import Answer, Hello, Open, Opened, Read
+from ckpt._tiers.peers.protocol import (
+    ClientProof,
+    PartOpenRequest,
+    PartOpenResult,
+    PartReadRequest,
+    ServerHello,
+)
 from ckpt._tiers.peers.server import PartServer, serving
 from tests.support.served_parts import ADDRESS, SAVE, Host, Raw
 
-PART = Open(1, 5, SAVE)
+PART = PartOpenRequest(1, 5, SAVE)
 
 
 @pytest.fixture
@@ -45,9 +51,9 @@ def test_who_knows_the_key_reads_every_byte_of_every_file(host: Host) -> None:
             }
             assert files == {path: len(data) for path, data in wanted.items()}
             for path, data in wanted.items():
-                await raw.send(Read(path, 0, len(data)))
+                await raw.send(PartReadRequest(path, 0, len(data)))
                 assert await raw.exactly(len(data)) == data
-            await raw.send(Read("below/it/two", 1, 3))
+            await raw.send(PartReadRequest("below/it/two", 1, 3))
             assert await raw.exactly(3) == b"234"
         assert host.refused == []
 
@@ -57,25 +63,27 @@ def test_who_knows_the_key_reads_every_byte_of_every_file(host: Host) -> None:
 @pytest.mark.parametrize("problem", ["key", "role", "nonce", "replayed", "nothing"])
 def test_who_does_not_prove_the_key_hears_nothing(problem: str, host: Host) -> None:
     host.take(5)
-    heard: list[Answer] = []
+    heard: list[ClientProof] = []
 
     async def body(served: PartServer) -> None:
         async with Raw.to(served.address) as raw:
-            hello = msgspec.json.decode(await raw.line(), type=Hello)
+            hello = msgspec.json.decode(await raw.line(), type=ServerHello)
             nonce = new_nonce()
-            heard.append(Answer(nonce, proof_of(host.key, "client", hello.nonce, nonce)))
+            heard.append(ClientProof(nonce, proof_of(host.key, "client", hello.nonce, nonce)))
             await raw.send(heard[0])
             # Somebody listens on the way.
             assert b"welcome" in await raw.line()
         async with Raw.to(served.address) as raw:
-            hello = msgspec.json.decode(await raw.line(), type=Hello)
+            hello = msgspec.json.decode(await raw.line(), type=ServerHello)
             await raw.send(
                 {
-                    "key": Answer(nonce, proof_of(new_key(), "client", hello.nonce, nonce)),
-                    "role": Answer(nonce, proof_of(host.key, "server", hello.nonce, nonce)),
-                    "nonce": Answer(nonce, proof_of(host.key, "client", hello.nonce, hello.nonce)),
+                    "key": ClientProof(nonce, proof_of(new_key(), "client", hello.nonce, nonce)),
+                    "role": ClientProof(nonce, proof_of(host.key, "server", hello.nonce, nonce)),
+                    "nonce": ClientProof(
+                        nonce, proof_of(host.key, "client", hello.nonce, hello.nonce)
+                    ),
                     "replayed": heard[0],
-                    "nothing": Answer("", ""),
+                    "nothing": ClientProof("", ""),
                 }[problem]
             )
             await raw.send(PART)
@@ -130,9 +138,9 @@ def test_a_line_that_is_longer_than_an_answer_is_refused(host: Host) -> None:
 
     async def body(served: PartServer) -> None:
         async with Raw.to(served.address) as raw:
-            hello = msgspec.json.decode(await raw.line(), type=Hello)
+            hello = msgspec.json.decode(await raw.line(), type=ServerHello)
             nonce = "0" * 2000
-            await raw.send(Answer(nonce, proof_of(host.key, "client", hello.nonce, nonce)))
+            await raw.send(ClientProof(nonce, proof_of(host.key, "client", hello.nonce, nonce)))
             assert await raw.is_over()
         await host.says("of this protocol")
 
@@ -161,24 +169,24 @@ def test_a_client_that_says_nothing_is_given_up(
 @pytest.mark.parametrize(
     "read",
     [
-        Read("../../owner", 0, 1),
-        Read("/etc/passwd", 0, 1),
-        Read("./ckpt.json", 0, 1),
-        Read("sub/../ckpt.json", 0, 1),
-        Read("link", 0, 1),
-        Read("missing", 0, 1),
-        Read("missing", 0, 0),
-        Read("ckpt.json", -1, 1),
-        Read("ckpt.json", 0, -1),
-        Read("ckpt.json", 5, -3),
-        Read("ckpt.json", 0, 1 << 40),
-        Read("ckpt.json", 1 << 40, 1),
-        Read("ckpt.json", 1 << 90, 1 << 90),
-        Read("ckpt.json", (1 << 63) - 1, 1),
+        PartReadRequest("../../owner", 0, 1),
+        PartReadRequest("/etc/passwd", 0, 1),
+        PartReadRequest("./ckpt.json", 0, 1),
+        PartReadRequest("sub/../ckpt.json", 0, 1),
+        PartReadRequest("link", 0, 1),
+        PartReadRequest("missing", 0, 1),
+        PartReadRequest("missing", 0, 0),
+        PartReadRequest("ckpt.json", -1, 1),
+        PartReadRequest("ckpt.json", 0, -1),
+        PartReadRequest("ckpt.json", 5, -3),
+        PartReadRequest("ckpt.json", 0, 1 << 40),
+        PartReadRequest("ckpt.json", 1 << 40, 1),
+        PartReadRequest("ckpt.json", 1 << 90, 1 << 90),
+        PartReadRequest("ckpt.json", (1 << 63) - 1, 1),
     ],
     ids=str,
 )
-def test_only_bytes_of_the_told_files_can_be_read(read: Read, host: Host) -> None:
+def test_only_bytes_of_the_told_files_can_be_read(read: PartReadRequest, host: Host) -> None:
     step = host.take(5)
     (host.folder / "owner").write_text("secret")
     (step / "link").symlink_to(host.folder / "owner")
@@ -196,10 +204,16 @@ def test_only_bytes_of_the_told_files_can_be_read(read: Read, host: Host) -> Non
 
 @pytest.mark.parametrize(
     "wanted",
-    [Open(1, 6, SAVE), Open(1, 5, "other"), Open(0, 5, SAVE), Open(-1, 5, SAVE), Open(1, 5, "")],
+    [
+        PartOpenRequest(1, 6, SAVE),
+        PartOpenRequest(1, 5, "other"),
+        PartOpenRequest(0, 5, SAVE),
+        PartOpenRequest(-1, 5, SAVE),
+        PartOpenRequest(1, 5, ""),
+    ],
     ids=str,
 )
-def test_what_is_not_there_is_said_to_be_missing(wanted: Open, host: Host) -> None:
+def test_what_is_not_there_is_said_to_be_missing(wanted: PartOpenRequest, host: Host) -> None:
     host.take(5)
 
     async def body(served: PartServer) -> None:
@@ -269,7 +283,7 @@ def test_a_step_that_is_deleted_stays_for_those_who_read_it(host: Host) -> None:
         async with Raw.to(served.address) as raw:
             await (await raw.introduced(host.key)).opened(PART)
             shutil.rmtree(step)
-            await raw.send(Read("ckpt.json", 0, len(data)))
+            await raw.send(PartReadRequest("ckpt.json", 0, len(data)))
             assert await raw.exactly(len(data)) == data
         async with Raw.to(served.address) as raw:
             assert (await (await raw.introduced(host.key)).opened(PART)).problem
@@ -284,7 +298,7 @@ def test_a_file_that_shrinks_ends_the_connection(host: Host) -> None:
         async with Raw.to(served.address) as raw:
             size = (await (await raw.introduced(host.key)).opened(PART)).files["ckpt.json"]
             os.truncate(step / "ckpt.json", size - 1)
-            await raw.send(Read("ckpt.json", 0, size))
+            await raw.send(PartReadRequest("ckpt.json", 0, size))
             assert len(await raw.exactly(size)) == size - 1
             assert await raw.is_over()
         await host.says("the file is shorter than it was")
@@ -381,4 +395,4 @@ def test_the_end_of_the_server_ends_its_connections(host: Host) -> None:
 
 def test_opened_has_no_negative_sizes() -> None:
     with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(b'{"type":"opened","files":{"a":-1}}', type=Opened)
+        msgspec.json.decode(b'{"type":"opened","files":{"a":-1}}', type=PartOpenResult)

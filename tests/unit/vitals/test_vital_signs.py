@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ckpt._format.dtypes import DTYPES
 from ckpt._vitals.signs import (
     SIGNS,
-    VitalSigns,
+    LeafSigns,
     box_signs,
     join_signs,
     no_signs,
@@ -77,7 +77,7 @@ def signs_of_box(array: Array, offset: tuple[int, ...]) -> Array:
     return record
 
 
-def signs(array: Array) -> VitalSigns:
+def signs(array: Array) -> LeafSigns:
     found = signs_of(signs_of_box(array, (0,) * array.ndim))
     assert found is not None
     return found
@@ -242,5 +242,5 @@ def test_what_is_not_known_of_a_part_is_not_known_of_the_whole() -> None:
     joined = join_signs(records, np.array([0, 0, 1]), 3)
     assert signs_of(joined[0]) is None
     assert signs_of(joined[1]) == signs_of(known)
-    assert signs_of(joined[2]) == VitalSigns("0" * 16, 0, 0.0, 0.0)
+    assert signs_of(joined[2]) == LeafSigns("0" * 16, 0, 0.0, 0.0)
     assert record_of(signs_of(known)) == known

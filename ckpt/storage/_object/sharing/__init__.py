@@ -1,1 +1,1 @@
-"""Objects of a step that the next one shares: copied by the store itself, without a byte sent."""
+"""Server-side copies: the store itself copies objects that a step shares with the one before."""

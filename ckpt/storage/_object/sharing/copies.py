@@ -8,53 +8,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import anyio
 
+from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import StorageError
 from ckpt.storage._object.attempts import ObjectAttempt
-from ckpt.storage._object.client import ObjectClient, each
 from ckpt.storage._object.errors import RequestFailed
+from ckpt.storage._store import CopiesObjects, Store
 
 logger = logging.getLogger("ckpt")
 
 # A copy takes two requests, and a write takes one. A smaller object is written as quickly.
 SMALLEST_BYTES = 1 << 20
-# S3 copies no larger ones in one request.
+# Size of the largest object that S3 copies in one request.
 LARGEST_BYTES = 5 << 30
 
 
 class NoCopiesError(Exception):
-    """Objects cannot be copied here; says why, and what to do, as sentences without a full stop."""
-
-
-class Copier(Protocol):
-    """Copies objects within one store."""
-
-    async def copy(self, source: str, target: str, nbytes: int) -> int | None:
-        """Copy an object; return the size of the copy, or None if there is no such object.
-
-        Args:
-            source: Its key.
-            target: Key of the copy.
-            nbytes: The size that it should have, which larger ones get more time for.
-
-        Raises:
-            RequestFailed: The store failed, or refused it. It may still be carried out.
-        """
+    """Objects cannot be copied here. The text says why, and what to do, without a full stop."""
 
 
 class MemoryCopier:
-    """Copies objects in the memory of this process."""
-
-    def __init__(self, keys: ObjectClient) -> None:
-        """Copy objects of `keys`."""
+    def __init__(self, keys: Store) -> None:
         self._keys = keys
 
     async def copy(self, source: str, target: str, nbytes: int) -> int | None:
-        """Copy an object; see `Copier`."""
         found = await self._keys.get(source)
         if found is None:
             return None
@@ -66,38 +46,35 @@ class ServerSideCopies:
     """Copies files of step directories into attempts, as long as the store does so.
 
     Attributes:
-        are_possible: Whether objects can be copied, as far as known.
+        are_possible: True if objects can be copied, as far as known.
     """
 
-    def __init__(
-        self, keys: ObjectClient, open_copier: Callable[[], Copier], *, are_wanted: bool
-    ) -> None:
+    def __init__(self, keys: Store, open_copier: Callable[[], CopiesObjects] | None) -> None:
         """Copy objects of `keys`.
 
         Args:
             keys: The objects.
-            open_copier: Returns what copies them; raises `NoCopiesError`. Called in a thread, once
-                there is something to copy.
-            are_wanted: Whether objects are to be copied at all.
+            open_copier: Returns the copier; raises `NoCopiesError`. Called in a thread, once there
+                is something to copy. None copies nothing.
         """
-        self.are_possible = are_wanted
+        self.are_possible = open_copier is not None
         self._keys = keys
         self._open_copier = open_copier
-        self._copier: Copier | None = None
+        self._copier: CopiesObjects | None = None
         self._opening: anyio.Lock | None = None
-        # The attempt in which the store has last refused a copy, if none was made since.
+        # Attempt in which the store last refused a copy; None once a copy was made since.
         self._refused_in: str | None = None
 
     async def share(
         self, attempt: ObjectAttempt, place: str, files: Mapping[str, int]
     ) -> list[str]:
-        """Copy files into an attempt; return the paths of those it has.
+        """Copy files into an attempt; return the paths of the copied ones.
 
         Args:
             attempt: The attempt.
-            place: The step directory, and the folder in it that has the files.
-            files: Size in bytes of every file, by its path there. What is written as quickly, or is
-                too large for a copy, stays out.
+            place: The step directory, with its folder that has the files.
+            files: Size in bytes of every file, by its path in `place`. Files that are written as
+                quickly, or are too large for a copy, are left out.
         """
         worth = {
             path: size for path, size in files.items() if SMALLEST_BYTES <= size <= LARGEST_BYTES
@@ -106,7 +83,7 @@ class ServerSideCopies:
         if copier is None:
             return []
         shared: list[str] = []
-        failures: list[RequestFailed] = []
+        failures: list[StorageError] = []
 
         async def copy(path: str) -> None:
             # A store that fails would hold up the save at every file.
@@ -115,13 +92,13 @@ class ServerSideCopies:
             try:
                 if await self._is_copied(copier, attempt, f"{place}/{path}", path, worth[path]):
                     shared.append(path)
-            except RequestFailed as error:
-                # Of several that fail at the same time, one is told.
+            except StorageError as error:
+                # If several copies fail at the same time, the first failure is reported.
                 if not attempt.copies_failed:
                     failures.append(error)
                 attempt.copies_failed = True
 
-        await each(copy, worth)
+        await for_each(copy, worth)
         if failures:
             self._tell(failures[0], attempt, len(worth) - len(shared), len(worth))
         elif shared:
@@ -129,21 +106,21 @@ class ServerSideCopies:
         return shared
 
     async def _is_copied(
-        self, copier: Copier, attempt: ObjectAttempt, source: str, path: str, nbytes: int
+        self, copier: CopiesObjects, attempt: ObjectAttempt, source: str, path: str, nbytes: int
     ) -> bool:
-        """Copy one file; tell whether the attempt has all of it now."""
+        """Copy one file; return True if the attempt has all of it now."""
         target, is_over = attempt.key(path), False
         try:
             found = await copier.copy(source, target, nbytes)
             is_over = True
-        except RequestFailed as error:
-            is_over = error.is_refusal
+        except StorageError as error:
+            is_over = _is_refusal(error)
             raise
         finally:
-            # The store may still carry it out, after a failure and a cancellation.
+            # After a failure or a cancellation, the store may still carry out the copy.
             attempt.abandoned = attempt.abandoned or not is_over
         if found is not None and found != nbytes:
-            # It was cut, or changed. The attempt must not keep what its manifest does not have.
+            # The source was cut or changed. The attempt must not hold more than its manifest lists.
             await self._drop(target)
         return found == nbytes
 
@@ -153,12 +130,13 @@ class ServerSideCopies:
         except StorageError as error:
             logger.warning("a copy that is not whole is left at %s: %s", self._keys.location, error)
 
-    async def _opened(self) -> Copier | None:
+    async def _opened(self) -> CopiesObjects | None:
         self._opening = self._opening or anyio.Lock()
         async with self._opening:
-            if self._copier is None and self.are_possible:
+            open_copier = self._open_copier
+            if open_copier is not None and self._copier is None and self.are_possible:
                 try:
-                    self._copier = await run_in_thread(self._open_copier)
+                    self._copier = await run_in_thread(open_copier)
                 except NoCopiesError as error:
                     self._stop(str(error))
                 except Exception as error:
@@ -166,11 +144,11 @@ class ServerSideCopies:
                     self._stop(f"they cannot be copied ({type(error).__name__})")
         return self._copier if self.are_possible else None
 
-    def _tell(self, error: RequestFailed, attempt: ObjectAttempt, count: int, total: int) -> None:
+    def _tell(self, error: StorageError, attempt: ObjectAttempt, count: int, total: int) -> None:
         before = self._refused_in
-        if error.is_refusal:
+        if _is_refusal(error):
             self._refused_in = attempt.id
-            # One may come from a session that has expired, and is renewed.
+            # A single refusal may come from a session that has expired and will be renewed.
             if before not in (None, attempt.id):
                 self._stop(f"{error.message}. Pass server_side_copies=False to stop trying")
                 return
@@ -191,3 +169,7 @@ class ServerSideCopies:
                 self._keys.location,
                 reason,
             )
+
+
+def _is_refusal(error: StorageError) -> bool:
+    return isinstance(error, RequestFailed) and error.is_refusal

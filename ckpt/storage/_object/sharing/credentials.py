@@ -1,7 +1,7 @@
 """Credentials for copies: the keys that TensorStore uses for the same place, found the same way.
 
-A copy must not act for anyone else than the writes beside it. So where it is not certain which keys
-TensorStore uses, or obstore would look elsewhere, nothing is copied.
+A copy must have the same identity as the writes beside it. So nothing is copied if it is not
+certain which keys TensorStore uses, or if obstore would look elsewhere.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _KEY, _SECRET, _TOKEN = "aws_access_key_id", "aws_secret_access_key", "aws_sessi
 # Keys may be replaced while the program runs, so they are looked up again.
 _KNOWN_FOR = timedelta(minutes=1)
 _RELATIVE, _FULL = "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"
-# Without this file obstore asks the machine, though a full URI is there.
+# Without this file obstore asks the machine, even if there is a full URI.
 _FULL_TOKEN = "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"
 _OTHER_SOURCES = {"role_arn", "credential_process", "sso_session", "sso_start_url"}
 _WEB_IDENTITY = "AWS_WEB_IDENTITY_TOKEN_FILE"
-# obstore takes these, and TensorStore does not know them.
+# Variables that obstore heeds and TensorStore does not know.
 _GOOGLE_KEYS = (
     "GOOGLE_SERVICE_ACCOUNT",
     "GOOGLE_SERVICE_ACCOUNT_PATH",
@@ -36,7 +36,7 @@ _GOOGLE_KEYS = (
 
 
 def s3_keys(given: str) -> Callable[[], Keys] | None:
-    """Return what looks the keys of an S3 place up, or None if obstore itself does so.
+    """Return a function that looks up the keys of an S3 place; None if obstore does so itself.
 
     Args:
         given: `S3.credentials`, but not `anonymous`.
@@ -51,7 +51,7 @@ def s3_keys(given: str) -> Callable[[], Keys] | None:
     if kind in ("profile", "default"):
         profile = wanted["profile"]
         section = _section(profile)
-        # TensorStore takes the role, also where there are keys beside it.
+        # TensorStore takes the role, even if there are keys beside it.
         if _KEY in section and _SECRET in section and "role_arn" not in section:
             return partial(_looked_up, partial(_of_profile, profile))
         if kind == "profile" or section.keys() & _OTHER_SOURCES:
@@ -67,7 +67,7 @@ def google_token() -> str | None:
     """Return the token of tests if there is one, or None if obstore finds Google's credentials.
 
     Raises:
-        NoCopiesError: obstore would take others than TensorStore.
+        NoCopiesError: obstore would take other credentials than TensorStore.
     """
     token = os.environ.get("GOOGLE_AUTH_TOKEN_FOR_TESTING")
     is_given = token or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
@@ -103,12 +103,12 @@ def _of_profile(profile: str) -> Mapping[str, str]:
     try:
         return _section(profile)
     except NoCopiesError:
-        # Being written just now. Without keys this copy fails, and the next one looks again.
+        # The file is being written. Without keys this copy fails, and the next one looks again.
         return {}
 
 
 def _section(profile: str) -> dict[str, str]:
-    """Return what the files of Amazon's tools say of a profile; that of keys has priority."""
+    """Return the settings of a profile in the files of Amazon's tools; the file of keys wins."""
     paths = key_files()
     found: dict[str, str] = {}
     in_config = [f"profile {profile}", *(["default"] if profile == "default" else [])]
@@ -124,7 +124,7 @@ def _section(profile: str) -> dict[str, str]:
                 f"copies inside the store need the keys in {path}, which cannot be read "
                 f"({type(error).__name__})"
             ) from None
-        # `[profile default]` is taken, and then `[default]` is not looked at.
+        # If `[profile default]` is there, `[default]` is not looked at.
         name = next(filter(parser.has_section, names), None)
         if name is not None:
             found |= dict(parser.items(name))

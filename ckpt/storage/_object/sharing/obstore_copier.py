@@ -1,7 +1,8 @@
 """Copies by obstore: S3's CopyObject, and the same of Google Cloud Storage.
 
 TensorStore, which makes all other requests, has no copies. obstore is optional. It reads settings
-from the environment by itself, so whatever TensorStore would not see there is overruled or refused.
+from the environment by itself, so settings that TensorStore would not see there are overruled or
+refused.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 _GOOGLE = "https://storage.googleapis.com"
 _GOOGLE_FILE = "GOOGLE_APPLICATION_CREDENTIALS"
 _FIRST_DELAY, _LONGEST_DELAY = timedelta(seconds=0.1), timedelta(seconds=4)
-# What obstore takes from the environment and cannot be overruled: how objects are encrypted, who
-# gives keys, and through which server requests go.
+# Settings that obstore takes from the environment and that cannot be overruled: encryption, the
+# source of keys, and the server through which requests go.
 _UNKNOWN = (
     "SERVER_SIDE_ENCRYPTION",
     "SSE_KMS_KEY_ID",
@@ -45,13 +46,12 @@ class ObstoreCopier:
 
         Args:
             store: obstore's store, at the place of `keys`.
-            keys: The objects; copies are among the requests that it counts.
+            keys: The objects; copies take slots of its requests.
         """
         self._store = store
         self._keys = keys
 
     async def copy(self, source: str, target: str, nbytes: int) -> int | None:
-        """Copy an object; see `Copier`."""
         import obstore
 
         where = self._keys.where(target)
@@ -65,21 +65,16 @@ class ObstoreCopier:
                 except FileNotFoundError:
                     return None
                 except Exception as error:
-                    # Not as the cause: it repeats what the store has answered.
+                    # The error is not the cause, since it repeats the store's answer.
                     raise copy_failed(where, error) from None
         raise timed_out("copy", where, seconds)
 
 
 def open_copier(config: S3 | GCS, connection: Connection, keys: ObjectClient) -> ObstoreCopier:
-    """Return what copies objects of a place. It reads the environment, and sends nothing.
-
-    Args:
-        config: The place.
-        connection: The same place, as TensorStore opens it.
-        keys: Its objects.
+    """Return a copier of objects of a place. It reads the environment, and sends nothing.
 
     Raises:
-        NoCopiesError: obstore is not installed, or cannot be given the same settings.
+        NoCopiesError: obstore is not installed, or cannot have the same settings.
     """
     try:
         from obstore.exceptions import BaseError
@@ -100,7 +95,7 @@ def open_copier(config: S3 | GCS, connection: Connection, keys: ObjectClient) ->
                 config=_s3(config, connection),
                 client_options=_client(config),
                 retry_config=_retries(config),
-                # Its type does not know that the time may be missing.
+                # obstore's type does not allow for a missing time.
                 credential_provider=cast("Any", keys_of),
             )
         else:
@@ -117,7 +112,7 @@ def open_copier(config: S3 | GCS, connection: Connection, keys: ObjectClient) ->
                 retry_config=_retries(config),
             )
     except (BaseError, ValueError) as error:
-        # Its text may repeat a file of credentials.
+        # The text of the error may repeat a file of credentials.
         files = f" ({_GOOGLE_FILE})" if os.environ.get(_GOOGLE_FILE) else ""
         raise NoCopiesError(
             f"obstore, which makes copies inside the store, does not accept its settings or "
@@ -134,11 +129,11 @@ def _s3(config: S3, connection: Connection) -> S3Config:
             "copies inside the store need the region of the bucket. Give it as region= of "
             "ckpt.storage.S3, or in AWS_REGION"
         )
-    # As TensorStore does: Amazon is told the bucket in the host name, unless that has dots.
+    # As in TensorStore: Amazon gets the bucket in the host name, unless the bucket has dots.
     in_host = not endpoint and "." not in bucket
     host = f"s3.{connection.region}.amazonaws.com"
     return {
-        # Its other name has less priority than this one in the environment.
+        # In the environment, this name has priority over the other one, which would be overruled.
         "aws_endpoint_url_s3": endpoint or f"https://{f'{bucket}.' * in_host}{host}",
         "region": connection.region,
         "virtual_hosted_style_request": in_host,
@@ -152,7 +147,7 @@ def _client(config: S3 | GCS) -> ClientConfig:
     options: ClientConfig = {
         "allow_http": True,
         "allow_invalid_certificates": False,
-        # What a whole copy may take is limited where it is waited for.
+        # No limit here: `copy` limits the time of a whole copy.
         "timeout": timedelta(days=1),
     }
     if isinstance(config, GCS) and config.user_project is not None:

@@ -1,1 +1,0 @@
-"""What the asyncio face and the plain one need to be the same API twice."""

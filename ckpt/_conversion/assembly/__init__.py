@@ -1,0 +1,1 @@
+"""Assembled steps: the parts that processes have on disks of their own become one ordinary step."""

@@ -1,0 +1,190 @@
+"""The joined step: the parts that the processes of a job saved apart, as one step. Pure.
+
+Each process has reported the chunks that it owns. The reports and the manifest of process 0, which
+has the tree, contain everything that a shared save knows when it writes its manifest. The same code
+makes the same files from them: entries over all chunks, the databases, the view for Orbax. No array
+byte is read, and no device is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ckpt._conversion.assembly.planned_tree import planned_tree
+from ckpt._engine.save.merged_items import check_alike, merge_item
+from ckpt._engine.save.multihost.save_report import SaveReport, decode_report, same_items
+from ckpt._engine.save.step_manifest import encode_manifest, warn_of_unequal
+from ckpt._format.digests import digest
+from ckpt._format.manifest import ItemEntry, Manifest, features
+from ckpt._format.manifest_head import FileEntry
+from ckpt._plan.multihost.per_process import combine, is_combined
+from ckpt._plan.orbax_view import item_view, step_view, text_view
+from ckpt.errors import CheckpointError, CorruptCheckpointError, located
+
+
+class AssemblyTarget(Struct, frozen=True):
+    """The place of the joined step.
+
+    Attributes:
+        step_dir: Name of its directory.
+        attempt: Id of the attempt that writes it.
+        folder: Folder of the step directory that holds its files; see `Manifest.folder`.
+    """
+
+    step_dir: str
+    attempt: str
+    folder: str = ""
+
+
+class AssembledStep(Struct, frozen=True):
+    """A step of all processes.
+
+    Attributes:
+        manifest: Its manifest.
+        encoded: Bytes of the manifest.
+        files: Contents of the files that no process has, by path; the manifest lists them, too.
+    """
+
+    manifest: Manifest
+    encoded: bytes
+    files: dict[str, bytes]
+
+
+def assemble_step(
+    first: Manifest, reports: Sequence[bytes], place: AssemblyTarget
+) -> AssembledStep:
+    """Return the step that consists of the parts of all processes.
+
+    Args:
+        first: The manifest of the part of process 0.
+        reports: Reports of the processes about their parts, by number; see `StepPart.report`.
+        place: The place of the step.
+
+    Raises:
+        CoordinationError: The processes have saved different trees or items; names a process.
+        CorruptCheckpointError: A report, or the manifest, is damaged; names the process.
+        CheckpointError: The parts do not make one step: a chunk is in none of them or in several,
+            or a part has other items or files than it reports. Names the leaf and the chunk, or the
+            process.
+        InvalidArgumentError: The manifest of the step would be too large.
+    """
+    with located(step=first.step):
+        found = _read(first, reports)
+        items, files = _assemble_items(first, found)
+        entries = _files_of(found, {each.item for each in first.dropped})
+        files |= step_view(
+            place.step_dir,
+            items,
+            first.metrics,
+            first.metadata,
+            first.created_ns,
+            first.committed_ns,
+            entries,
+            in_store=bool(place.folder),
+        )
+        entries |= {
+            path: FileEntry(size=len(data), digest=digest(data)) for path, data in files.items()
+        }
+        manifest = replace(
+            first,
+            requires=features(items, place.folder),
+            attempt=place.attempt,
+            folder=place.folder,
+            items=items,
+            files=entries,
+        )
+        warn_of_unequal(items)
+        return AssembledStep(manifest, encode_manifest(manifest), files)
+
+
+def _read(first: Manifest, reports: Sequence[bytes]) -> list[SaveReport]:
+    """Return the reports, after checking that their items fit the manifest and each other."""
+    if len(reports) != first.process_count:
+        raise CheckpointError(
+            f"it was saved by {first.process_count} processes, and {len(reports)} have reported "
+            "their parts: one report of each is needed"
+        )
+    found = []
+    for process, data in enumerate(reports):
+        try:
+            found.append(decode_report(data))
+        except CheckpointError as error:
+            raise CorruptCheckpointError(f"process {process}: {error.message}") from error
+    same_items(found)
+    saved = {*first.items, *(each.item for each in first.dropped)}
+    if found[0].entries.keys() != saved:
+        raise CheckpointError(
+            f"the manifest of process 0 has the items {_list_names(saved)}, and its report "
+            f"{_list_names(found[0].entries)}: they are not of one save"
+        )
+    return found
+
+
+def _assemble_items(
+    first: Manifest, reports: Sequence[SaveReport]
+) -> tuple[dict[str, ItemEntry], dict[str, bytes]]:
+    """Return the entries of all items, and the files of their databases and views."""
+    items: dict[str, ItemEntry] = {}
+    files: dict[str, bytes] = {}
+    for name, entry in first.items.items():
+        with located(item=name):
+            items[name], made = _assemble_item(name, entry, reports, first.created_ns)
+        files |= {f"{name}/{path}": data for path, data in made.items()}
+    return items, files
+
+
+def _assemble_item(
+    name: str, entry: ItemEntry, reports: Sequence[SaveReport], created_ns: int
+) -> tuple[ItemEntry, dict[str, bytes]]:
+    is_tree = bool(entry.nodes or len(entry.leaves))
+    if is_tree != (name in reports[0].trees):
+        raise CheckpointError(
+            "it is a tree in only one of the manifest and the report of process 0: they are not of "
+            "one save"
+        )
+    if not is_tree:
+        if is_combined(entry):
+            entry = combine([report.entries[name] for report in reports])
+        return entry, {}
+    check_alike([name], reports)
+    for process, report in enumerate(reports):
+        _check_files(name, process, report)
+    written = [report.trees[name].written for report in reports]
+    found, files = merge_item(entry, planned_tree(entry), written, created_ns)
+    # The entry of process 0 already counts all arrays.
+    found = replace(found, nbytes=entry.nbytes)
+    return found, item_view(found) | text_view(found) | files
+
+
+def _check_files(name: str, process: int, report: SaveReport) -> None:
+    """Check that a process has the data files of its chunks."""
+    for path in report.trees[name].written.files:
+        if f"{name}/{path}" not in report.files:
+            raise CheckpointError(
+                f"process {process} says that it has chunks in {path!r:.60}, which is not among "
+                "the files of its part"
+            )
+
+
+def _files_of(reports: Sequence[SaveReport], dropped: Collection[str]) -> dict[str, FileEntry]:
+    """Return the files of all parts, except those of items that the step has lost."""
+    found: dict[str, FileEntry] = {}
+    owners: dict[str, int] = {}
+    for process, report in enumerate(reports):
+        for path, file in report.files.items():
+            if path.partition("/")[0] in dropped:
+                continue
+            if path in found:
+                raise CheckpointError(
+                    f"the parts of the processes {owners[path]} and {process} both have the file "
+                    f"{path!r:.200}: expected one of them alone"
+                )
+            found[path], owners[path] = file, process
+    return found
+
+
+def _list_names(names: Collection[str]) -> str:
+    return ", ".join(f"{name!r:.60}" for name in sorted(names)) or "none"

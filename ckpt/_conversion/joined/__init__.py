@@ -1,1 +1,0 @@
-"""Joined steps: the parts that processes have on disks of their own become one ordinary step."""

@@ -1,0 +1,1 @@
+"""The agent: a small process beside the trainer, which outlives it."""

@@ -1,0 +1,185 @@
+"""Flush of the last snapshot of a job: the agents of all its processes join their parts.
+
+Each agent offers its snapshots. The agent of process 0 leads the newest snapshot that all of them
+have; see `ckpt._tiers.joins`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import anyio
+from msgspec import Struct
+
+from ckpt._runtime.threads import run_in_thread
+from ckpt._settings import Timeouts
+from ckpt._tiers.agent.flush import link_step
+from ckpt._tiers.agent.messages import FlushResult
+from ckpt._tiers.agent.step_name_table import StepNameTable
+from ckpt._tiers.drains.drain import DrainResult
+from ckpt._tiers.drains.drainer import Drainer, DrainRoute, draining
+from ckpt._tiers.joins.part_transfer import part_transfer
+from ckpt._tiers.joins.snapshot_offers import OFFER_SIGN_SECONDS, SnapshotOffers
+from ckpt._tiers.peers.parts import STEPS, snapshots_in
+from ckpt._tiers.shared_folder import FLUSHING
+from ckpt.errors import StorageError
+from ckpt.storage._base import Storage
+from ckpt.storage._local.storage import LocalStorage
+
+_LOOK_SECONDS = 0.5
+
+
+class JobPart(Struct, frozen=True):
+    """The parts of a job's snapshots that one agent has.
+
+    Attributes:
+        folder: The folder with the parts.
+        process: Number of its process.
+        count: Number of processes.
+    """
+
+    folder: Path
+    process: int
+    count: int
+
+
+async def flush_of_job(
+    part: JobPart, target: Storage, after: int, seconds: float
+) -> FlushResult | None:
+    """Bring the newest snapshot that all processes have to the root, together with all agents.
+
+    Args:
+        part: The parts of this agent.
+        target: The root.
+        after: The greatest step of the root.
+        seconds: Time to wait for the other agents at most.
+
+    Returns:
+        The outcome; None if the root has all snapshots of this agent.
+
+    Raises:
+        StorageError: A storage refused.
+
+    Cancellation: nothing is left half written.
+    """
+    flush = _Flush(part, target, after)
+    try:
+        if not await flush.look():
+            return None
+        async with draining(
+            DrainRoute(LocalStorage(flush.own, Timeouts()), target, flush.names),
+            flush.note_result,
+            strategy=part_transfer(part.process, part.count),
+        ) as drainer:
+            with anyio.move_on_after(seconds):
+                await flush.run(drainer)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await flush.end()
+    return flush.result(seconds)
+
+
+class _Flush:
+    """One flush, while it is under way."""
+
+    def __init__(self, part: JobPart, target: Storage, after: int) -> None:
+        self._part = part
+        self._after = after
+        self._offers = SnapshotOffers(target, part.process, part.count)
+        # The snapshots are hard links, so that a trainer that goes on may remove its own.
+        self.own: Path = part.folder / f"{FLUSHING}{os.getpid()}"
+        self.names: StepNameTable = StepNameTable()
+        self._steps: dict[int, str] = {}
+        self._absent: list[int] = []
+        self._drained: DrainResult | None = None
+        self._is_over = anyio.Event()
+
+    async def look(self) -> bool:
+        """Link the present snapshots, and offer them; return True if there are any."""
+        steps = self._part.folder / STEPS
+        found = [each for each in await run_in_thread(snapshots_in, steps) if each.save]
+        known = dict(self._steps)
+        for each in found:
+            if each.step <= self._after or self._steps.get(each.step) == each.save:
+                continue
+            source, link = steps / each.step_dir, self.own / each.step_dir
+            if await run_in_thread(link_step, source, link):
+                self._steps[each.step] = each.save
+                self.names.add(each.step, each.step_dir)
+        if self._steps != known:
+            await self._offers.put({save: step for step, save in self._steps.items()})
+        return bool(self._steps)
+
+    async def run(self, drainer: Drainer) -> None:
+        """Take part until a step is in the root."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._sign)
+            tasks.start_soon(self._lead if self._part.process == 0 else self._follow, drainer)
+            await self._is_over.wait()
+            tasks.cancel_scope.cancel()
+
+    async def _sign(self) -> None:
+        while True:
+            await anyio.sleep(OFFER_SIGN_SECONDS)
+            await self._offers.sign()
+
+    async def _lead(self, drainer: Drainer) -> None:
+        """Lead the newest snapshot that all agents have, once all have made their offers."""
+        tried: set[str] = set()
+        while True:
+            self._absent = await self._offers.missing()
+            newest = None if self._absent else await self._offers.newest(tried)
+            step = next((n for n, save in self._steps.items() if save == newest), None)
+            if newest is not None and step is not None and not drainer.left:
+                # An older snapshot follows only if some part of this one is damaged.
+                tried.add(newest)
+                await drainer.request(step, newest)
+            await anyio.sleep(_LOOK_SECONDS)
+            await self.look()
+
+    async def _follow(self, drainer: Drainer) -> None:
+        """Bring the parts of every snapshot that is led."""
+        asked: set[tuple[int, str]] = set()
+        while True:
+            for step, save in list(self._steps.items()):
+                if (step, save) not in asked:
+                    asked.add((step, save))
+                    await drainer.request(step, save)
+            await anyio.sleep(_LOOK_SECONDS)
+            await self.look()
+
+    def note_result(self, drained: DrainResult) -> None:
+        """Note the outcome of a step."""
+        if self._drained is None or not self._drained.is_safe:
+            self._drained = drained
+        if drained.is_safe:
+            self._is_over.set()
+
+    async def end(self) -> None:
+        """Withdraw the offer, and remove the links."""
+        if not self._steps:
+            return
+        await run_in_thread(shutil.rmtree, self.own, True)
+        try:
+            await self._offers.drop()
+        except StorageError:
+            # The offer becomes stale soon.
+            return
+
+    def result(self, seconds: float) -> FlushResult:
+        drained = self._drained
+        if drained is not None and drained.is_safe:
+            return FlushResult(drained.step, drained.seconds, drained.nbytes)
+        if drained is not None:
+            return FlushResult(drained.step, problem=drained.reason or drained.outcome)
+        count, newest = self._part.count, max(self._steps)
+        if self._absent:
+            shown = ", ".join(map(str, self._absent))
+            why = f"the agents of processes {shown} of {count} offered no snapshot"
+        elif self._part.process == 0:
+            why = f"the {count} processes have no snapshot in common"
+        else:
+            why = f"process 0 of {count}, which decides what is written, has not written it"
+        return FlushResult(newest, problem=f"{why} within {seconds:.0f} s")

@@ -1,0 +1,127 @@
+"""`TransferChain`: brings the steps of each tier to the next place."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+
+import anyio
+from anyio.abc import TaskGroup
+
+from ckpt._tiers.agent.messages import (
+    DrainAccepted,
+    FromAgent,
+    StepAtTier,
+    StepFetchRequest,
+    TransferLeg,
+    TransferResult,
+    place_of_json,
+)
+from ckpt._tiers.agent.prefetch_queue import PrefetchQueue
+from ckpt._tiers.agent.step_name_table import StepNameTable
+from ckpt._tiers.drains.drain import DrainResult
+from ckpt._tiers.drains.drainer import Drainer, DrainRoute, WholeStepTransfer, draining
+from ckpt._tiers.joins.part_transfer import part_transfer
+from ckpt.errors import StorageError
+from ckpt.storage._resolve import open_root
+
+
+class TransferChain:
+    """Drains the steps of all tiers; made by `open_chain`. Used on the agent's loop."""
+
+    def __init__(
+        self, legs: Sequence[TransferLeg], tell: Callable[[FromAgent], None], tasks: TaskGroup
+    ) -> None:
+        count = len(legs)
+        self._tell = tell
+        self._fetches = PrefetchQueue(legs, tasks, tell)
+        self._drainers: list[Drainer] = []
+        self._names = [StepNameTable() for _ in range(count)]
+        # By tier, the newest step that the next place gets only at the end.
+        self._unwanted: list[StepAtTier | None] = [None] * count
+        self._requested: list[set[int]] = [set() for _ in range(count)]
+        self._moved: list[list[TransferResult]] = [[] for _ in range(count)]
+
+    async def add(self, step: StepAtTier) -> None:
+        """Take a step that was committed at a tier; report when it is held."""
+        self._names[step.leg].add(step.step, step.step_dir)
+        if step.is_wanted:
+            await self._request(step)
+            return
+        kept = self._unwanted[step.leg]
+        if kept is None or step.step > kept.step:
+            self._unwanted[step.leg] = step
+
+    def fetch(self, fetch: StepFetchRequest) -> None:
+        """Copy a step back to the nearest tier, and report the outcome."""
+        self._fetches.start(fetch)
+
+    async def _request(self, step: StepAtTier) -> None:
+        self._requested[step.leg].add(step.step)
+        try:
+            held = await self._drainers[step.leg].request(step.step, step.save)
+        except StorageError as error:
+            self._tell(TransferResult(step.leg, step.step, step.step_dir, problem=error.message))
+            return
+        if held:
+            self._tell(DrainAccepted(step.leg, step.step))
+
+    async def finish(self, seconds: float) -> list[int]:
+        """Drain the rest, and the newest step of each tier; return the steps that are left."""
+        ends, left = time.monotonic() + seconds, set[int]()
+        for leg, drainer in enumerate(self._drainers):
+            newest = self._unwanted[leg]
+            if newest is not None and newest.step > max(self._requested[leg], default=-1):
+                await self._request(newest)
+            left.update(await drainer.finish(max(ends - time.monotonic(), 0.0)))
+            if leg + 1 < len(self._drainers):
+                # The trainer may have asked for these steps already, but can no longer do so.
+                for moved in self._moved[leg]:
+                    if not moved.problem and moved.step not in self._requested[leg + 1]:
+                        await self.add(StepAtTier(leg + 1, moved.step, moved.step_dir, True))
+        return sorted(left)
+
+    def _note_result(self, leg: int, drained: DrainResult) -> None:
+        problem = "" if drained.is_safe else drained.reason or drained.outcome
+        step_dir = self._names[leg].name(drained.step)
+        moved = TransferResult(
+            leg,
+            drained.step,
+            step_dir,
+            drained.nbytes,
+            drained.seconds,
+            problem,
+            is_damaged=drained.outcome == "damaged",
+            is_gone=drained.outcome == "deleted",
+        )
+        self._moved[leg].append(moved)
+        self._tell(moved)
+
+
+@contextlib.asynccontextmanager
+async def open_chain(
+    legs: Sequence[TransferLeg], tell: Callable[[FromAgent], None]
+) -> AsyncIterator[TransferChain]:
+    """Drain steps while the body runs; `tell` is called with the outcomes."""
+    async with contextlib.AsyncExitStack() as stack:
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        # A fetch that is under way at the end is cancelled: nothing of it is visible.
+        stack.callback(tasks.cancel_scope.cancel)
+        found = TransferChain(legs, tell, tasks)
+        for number, leg in enumerate(legs):
+            places = open_root(place_of_json(leg.source)), open_root(place_of_json(leg.target))
+            drainer = await stack.enter_async_context(
+                draining(
+                    DrainRoute(*places, found._names[number]),
+                    partial(found._note_result, number),
+                    bytes_per_second=leg.bytes_per_second,
+                    most_waiting=leg.most_waiting,
+                    strategy=WholeStepTransfer
+                    if leg.process[1] == 1
+                    else part_transfer(*leg.process),
+                )
+            )
+            found._drainers.append(drainer)
+        yield found

@@ -1,1 +1,0 @@
-"""The keeper: a small process beside the trainer, which survives it."""

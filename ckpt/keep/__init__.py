@@ -1,0 +1,49 @@
+"""Which committed steps are kept, and how the others are deleted. No I/O.
+
+`keep=` of a manager is one of these policies, a whole number `n` for `Latest(n)`, or a function of
+a step that returns True for steps to keep. `steps_kept` asks any of them as the manager does; use
+it to test policies.
+"""
+
+from ckpt.keep._deletion import Deletion
+from ckpt.keep._health import Healthy
+from ckpt.keep._intervals import ClosestToEvery, EverySeconds, EverySteps, Newer
+from ckpt.keep._keep_policies import (
+    All,
+    Any,
+    KeepPolicy,
+    KeepPolicyLike,
+    Latest,
+    Steps,
+    check_keep_policy,
+    steps_kept,
+)
+from ckpt.keep._questions import SavedStep
+from ckpt.keep._ranking import Best, Metric, Mode, best_of, ranking_of
+
+__all__ = [
+    "All",
+    "Any",
+    "Best",
+    "ClosestToEvery",
+    "Deletion",
+    "EverySeconds",
+    "EverySteps",
+    "Healthy",
+    "KeepPolicy",
+    "KeepPolicyLike",
+    "Latest",
+    "Metric",
+    "Mode",
+    "Newer",
+    "SavedStep",
+    "Steps",
+    "best_of",
+    "check_keep_policy",
+    "ranking_of",
+    "steps_kept",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,106 @@
+"""What policies are asked about, and the reading of their answers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ckpt._arguments import shown
+from ckpt.errors import CheckpointError, InvalidArgumentError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """A step that is committed, or being saved.
+
+    Attributes:
+        step: The step.
+        time: Time at which its save began, in Unix seconds.
+        metrics: The metrics it was saved with, by name (`train/loss` where they are in groups), or
+            None.
+        nonfinite_leaves: Number of leaves with NaN or infinite values; None if unknown, as for a
+            step that was saved without vital signs.
+        unequal_leaves: Number of leaves whose replicas were not equal, as far as that is known.
+        nonfinite: Leaf paths of the leaves with NaN or infinite values. They are known to
+            keep policies. In a step of several items, the name of the item comes first:
+            `model/params.w`.
+        unequal: Leaf paths of the leaves with unequal replicas.
+        groups: The metrics as they were passed, if some are in groups (`{"train": {"loss": 0.5}}`),
+            or are no numbers.
+        unknown_leaves: Least number of arrays without vital signs, in a step whose `nonfinite` is
+            known. A step with such arrays is not known to be healthy, even if its odd values are
+            allowed.
+        left_behind: True if the step is of a branch that the run went back behind, as far as that
+            is known. It is known to keep policies.
+        custom_metadata: The `custom_metadata=` that it was saved with, for keep policies of your
+            own; None otherwise, and for a step of Orbax.
+    """
+
+    step: int
+    time: float
+    metrics: Mapping[str, float] | None = None
+    nonfinite_leaves: int | None = None
+    unequal_leaves: int = 0
+    nonfinite: tuple[str, ...] = ()
+    unequal: tuple[str, ...] = ()
+    unknown_leaves: int = 0
+    groups: Mapping[str, Any] | None = None
+    left_behind: bool = False
+    custom_metadata: Any = None
+
+
+def why_not_a_policy(
+    policy: object, method: str, *, several: str, other: tuple[str, str]
+) -> str | None:
+    """Return why something cannot be asked as a policy, or None if it can.
+
+    Args:
+        policy: An instance with the method, or a function; neither may be async.
+        method: The method.
+        several: The class that combines several policies.
+        other: A method of the other kind of policy, and where to pass that kind.
+    """
+    foreign, where = other
+    if hasattr(policy, foreign) and not hasattr(policy, method):
+        return where
+    if isinstance(policy, type):
+        return f"it is a class; pass an instance: {policy.__name__}(...)"
+    if isinstance(policy, list | tuple | set | frozenset):
+        return f"pass several as {several}(first, second)"
+    function = getattr(policy, method, policy)
+    if inspect.iscoroutinefunction(function):
+        return "it is async, but policies answer at once"
+    return None if callable(function) else f"it is of type {type(policy).__name__}"
+
+
+def ask(policy: object, question: Callable[..., T], *arguments: object) -> T:
+    """Return the answer of a policy.
+
+    Raises:
+        InvalidArgumentError: The policy raised an error. Errors of this library pass unchanged.
+    """
+    try:
+        return question(*arguments)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"{name_of(policy)} raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def truth_of(answer: object) -> bool | None:
+    """Return a bool, or a boolean scalar of numpy or jax, as a bool; None for anything else."""
+    if isinstance(answer, bool):
+        return answer
+    kind = getattr(getattr(answer, "dtype", None), "kind", None)
+    return bool(answer) if kind == "b" and getattr(answer, "shape", None) == () else None
+
+
+def name_of(policy: object) -> str:
+    """Return the name of a policy for messages."""
+    return getattr(policy, "__qualname__", None) or shown(policy)

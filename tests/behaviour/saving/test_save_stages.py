@@ -1,0 +1,229 @@
+"""The stages of saves: each way from one to the next is gone by some save, and no other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ckpt
+import ckpt.sync
+from ckpt import errors
+from ckpt._format.manifest import ItemEntry
+from ckpt._steps.saves.backlog import NEXT_STAGES, SaveRun, SaveStage
+from ckpt.handlers._base import Deferred
+from tests.support.conditions import until
+from tests.support.gated_item import PATIENCE_S, Gate, GateHandler
+
+# In this budget, arrays of LARGE are staged one after the other, each when the last is written.
+BUDGET = 1 << 20
+LARGE: dict[str, Any] = {name: jnp.ones(1 << 17, jnp.float32) for name in "abcd"}
+SMALL = {"w": np.zeros(3)}
+
+Stages = list[SaveStage]
+# What became of each save, in the order of calls.
+Seen = list[Stages]
+
+
+class Broken:
+    """An item that cannot be saved: staging it fails, or writing it."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+
+class BrokenHandler:
+    name = "broken"
+
+    def accepts(self, item: Any) -> bool:
+        return isinstance(item, Broken)
+
+    async def stage(self, item: Broken, writer: Any) -> Awaitable[ItemEntry]:
+        async def commit() -> ItemEntry:
+            raise errors.InvalidArgumentError("broken while it is written")
+
+        if item.when == "staged":
+            raise errors.InvalidArgumentError("broken while it is staged")
+        return Deferred(commit)
+
+    async def load(self, entry: Any, like: Any, adapt: Any, reader: Any) -> Any:
+        raise NotImplementedError
+
+
+def manager(root: Path, **options: Any) -> ckpt.sync.CheckpointManager:
+    handlers: list[Any] = [GateHandler(), BrokenHandler()]
+    return ckpt.sync.CheckpointManager(root, handlers=handlers, **options)
+
+
+def viewing(root: Path, **options: Any) -> ckpt.sync.CheckpointManager:
+    return manager(root, staging=ckpt.Staging(BUDGET, "view"), **options)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """The stages of each save that the test makes, in the order of the calls."""
+    found: dict[SaveRun, Stages] = {}
+    begin, enter = SaveRun.__init__, SaveRun.enter
+
+    def begun(self: SaveRun, *args: Any) -> None:
+        begin(self, *args)
+        found[self] = [self.stage]
+        every.append(found[self])
+
+    def entered(self: SaveRun, stage: SaveStage) -> None:
+        enter(self, stage)
+        found[self].append(stage)
+
+    every: Seen = []
+    monkeypatch.setattr(SaveRun, "__init__", begun)
+    monkeypatch.setattr(SaveRun, "enter", entered)
+    return every
+
+
+def staged_before_the_call_returns(root: Path) -> None:
+    with manager(root) as mgr:
+        mgr.save(1, SMALL)
+
+
+def held_after_the_call_has_returned(root: Path) -> None:
+    with viewing(root) as mgr:
+        mgr.save(1, LARGE)
+
+
+def refused_by_a_policy(root: Path) -> None:
+    with manager(root, save_when=lambda *_: False) as mgr:
+        assert not mgr.save(1, SMALL)
+
+
+def with_a_policy_that_fails(root: Path) -> None:
+    def policy(*_: Any) -> bool:
+        raise ZeroDivisionError
+
+    with manager(root, save_when=policy) as mgr, pytest.raises(Exception, match="policy"):
+        mgr.save(1, SMALL)
+
+
+def after_a_failure_that_nobody_has_seen(root: Path) -> None:
+    with manager(root) as mgr:
+        failed = mgr.save(1, items={"x": Broken("written")})
+        until(failed.done)
+        with pytest.raises(errors.InvalidArgumentError, match="earlier save"):
+            mgr.save(2, SMALL)
+
+
+def failing_while_it_is_staged(root: Path) -> None:
+    with manager(root) as mgr, pytest.raises(errors.InvalidArgumentError, match="staged"):
+        mgr.save(1, items={"x": Broken("staged")})
+
+
+def behind_a_save_of_the_same_step(root: Path) -> None:
+    gate = Gate()
+    with manager(root) as mgr:
+        mgr.save(1, items={"gate": gate})
+        assert mgr.save(1, SMALL, if_exists="skip").skipped
+        with pytest.raises(errors.StepExistsError):
+            mgr.save(1, SMALL, if_exists="error")
+        gate.open()
+
+
+def of_a_step_that_exists(root: Path) -> None:
+    with manager(root) as mgr:
+        mgr.save(1, SMALL).result(PATIENCE_S)
+        assert mgr.save(1, SMALL, if_exists="skip").skipped
+        # They are equal, which shows once all is written.
+        assert mgr.save(1, SMALL).skipped
+
+
+def superseded_or_cancelled(root: Path, end: str, state: Any) -> None:
+    gate, staging = Gate(), ckpt.Staging(BUDGET, "view", backlog="supersede")
+    with manager(root, staging=staging) as mgr, ThreadPoolExecutor(1) as thread:
+        mgr.save(1, items={"gate": gate})
+        second = mgr.save(2, state)
+        gate.reached.wait(PATIENCE_S)
+        if end == "cancelled":
+            second.cancel()
+        else:
+            thread.submit(mgr.save, 3, SMALL).result(PATIENCE_S)
+        second.exception(PATIENCE_S)
+        gate.open()
+
+
+S = SaveStage
+JOINED = [S.CALLED, S.HEEDED, S.QUEUED]
+WHOLE = [*JOINED, S.STAGING, S.WRITING, S.PUBLISHED, S.DONE]
+CASES: list[tuple[Callable[..., None], tuple[Any, ...], Seen]] = [
+    (staged_before_the_call_returns, (), [WHOLE]),
+    (
+        held_after_the_call_has_returned,
+        (),
+        [[*JOINED, S.STAGING, S.HELD, S.WRITING, S.PUBLISHED, S.DONE]],
+    ),
+    (refused_by_a_policy, (), [[S.CALLED, S.HEEDED, S.SKIPPED]]),
+    (with_a_policy_that_fails, (), [[S.CALLED, S.HEEDED, S.FAILED]]),
+    (
+        after_a_failure_that_nobody_has_seen,
+        (),
+        [[*JOINED, S.STAGING, S.WRITING, S.FAILED], [S.CALLED, S.FAILED]],
+    ),
+    (failing_while_it_is_staged, (), [[*JOINED, S.STAGING, S.FAILED]]),
+    (
+        behind_a_save_of_the_same_step,
+        (),
+        [WHOLE, [*JOINED, S.SKIPPED], [*JOINED, S.FAILED]],
+    ),
+    (
+        of_a_step_that_exists,
+        (),
+        [WHOLE, [*JOINED, S.STAGING, S.SKIPPED], [*JOINED, S.STAGING, S.WRITING, S.SKIPPED]],
+    ),
+    (
+        superseded_or_cancelled,
+        ("superseded", LARGE),
+        [WHOLE, [*JOINED, S.STAGING, S.HELD, S.SKIPPED], WHOLE],
+    ),
+    (
+        superseded_or_cancelled,
+        ("cancelled", LARGE),
+        [WHOLE, [*JOINED, S.STAGING, S.HELD, S.FAILED]],
+    ),
+]
+
+
+@pytest.mark.parametrize(("saves", "given", "expected"), CASES)
+def test_a_save_goes_through_its_stages(
+    saves: Callable[..., None],
+    given: tuple[Any, ...],
+    expected: Seen,
+    seen: Seen,
+    tmp_path: Path,
+) -> None:
+    saves(tmp_path, *given)
+    assert seen == expected
+
+
+def test_the_saves_above_take_every_way_that_there_is() -> None:
+    taken: dict[SaveStage, set[SaveStage]] = {}
+    for _, _, every in CASES:
+        for stages in every:
+            for here, there in itertools.pairwise(stages):
+                taken.setdefault(here, set()).add(there)
+    assert taken == NEXT_STAGES
+
+
+@pytest.mark.parametrize("here", SaveStage)
+def test_a_save_takes_no_other_way(here: SaveStage) -> None:
+    for there in SaveStage:
+        run = SaveRun(1, "1", lambda: None)
+        run.stage = here
+        if there in NEXT_STAGES.get(here, ()):
+            run.enter(there)
+            assert run.stage is there
+        else:
+            with pytest.raises(AssertionError, match=f"{here.name} cannot become {there.name}"):
+                run.enter(there)

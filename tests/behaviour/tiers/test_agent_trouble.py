@@ -1,0 +1,292 @@
+"""What becomes of the last snapshot when the agent, the root or the program misbehaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import ckpt
+import ckpt.sync
+from ckpt._settings import Timeouts
+from ckpt._tiers.agent import client
+from ckpt._tiers.agent.flush import FlushBudget, flush
+from ckpt._tiers.agent.messages import AgentMessage, AgentSetup, StepInRoot, ToAgent, place_to_json
+from ckpt._tiers.agent.priority import NICENESS
+from ckpt.errors import StorageError
+from ckpt.storage._local.storage import LocalStorage
+from ckpt.tiers import SharedMemory
+from tests.support.command import environment
+from tests.support.numbered_states import state_of
+from tests.support.snapshots import (
+    PATIENCE_S,
+    children_of,
+    shared_memory,
+    steps_of,
+    trainer,
+    wait_for,
+)
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with shared_memory() as folder:
+        yield folder
+
+
+def manager(root: Path, memory: Path, **options: Any) -> ckpt.sync.CheckpointManager:
+    return ckpt.sync.CheckpointManager(root, tiers=[SharedMemory(directory=str(memory), **options)])
+
+
+def agent_of(mgr: ckpt.sync.CheckpointManager) -> client.AgentClient:
+    found: client.AgentClient = mgr._service._agent  # type: ignore[union-attr]
+    return found
+
+
+def process_of(mgr: ckpt.sync.CheckpointManager) -> Any:
+    process = agent_of(mgr)._process
+    assert process is not None
+    return process
+
+
+def _priority(process: int) -> tuple[int, str | None]:
+    """Return the niceness of a process, and what the system says of its session."""
+    group = Path(f"/proc/{process}/autogroup")
+    said = group.read_text().split("nice")[-1].strip() if group.exists() else None
+    return os.getpriority(os.PRIO_PROCESS, process), said
+
+
+def test_an_agent_gives_way_to_its_trainer_until_the_end_is_near(
+    tmp_path: Path, memory: Path
+) -> None:
+    with trainer(tmp_path, memory, "hold", -1, 2, "handled") as run:
+        run.lines(until="held")
+        (agent,) = children_of(run.process.pid)
+        ours, (found, group) = os.getpriority(os.PRIO_PROCESS, 0), _priority(agent)
+        assert found == ours + NICENESS
+        assert group in (None, str(NICENESS))
+        run.process.send_signal(signal.SIGTERM)
+        wait_for(tmp_path, 1)
+        assert _priority(agent)[1] in (None, "0")
+
+
+def test_a_run_fails_whose_agent_was_killed(tmp_path: Path, memory: Path) -> None:
+    mgr = manager(tmp_path / "run", memory)
+    with mgr:
+        mgr.snapshot(3, state_of(3)).result()
+        process_of(mgr).kill()
+        process_of(mgr).wait()
+        mgr.__exit__(ValueError, ValueError("the training has failed"), None)
+    assert steps_of(tmp_path / "run") == [3]
+    assert list(memory.iterdir()) == []
+
+
+@pytest.mark.parametrize(("fails", "saves"), [(False, False), (False, True), (True, False)])
+def test_an_agent_that_is_stopped(
+    fails: bool,
+    saves: bool,
+    tmp_path: Path,
+    memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Neither saves nor the end wait for it; what it was to write stays."""
+    monkeypatch.setattr(client, "_ANSWER_SECONDS", 0.2)
+    root = tmp_path / "run"
+    mgr = manager(root, memory)
+    with mgr:
+        mgr.snapshot(3, state_of(3)).result()
+        if saves:
+            mgr.save(4, state_of(4)).result()
+        process_of(mgr).send_signal(signal.SIGSTOP)
+        error = ValueError() if fails else None
+        mgr.__exit__(type(error) if error else None, error, None)
+    assert process_of(mgr).returncode == -signal.SIGKILL
+    assert steps_of(root) == ([4] if saves else [])
+    assert any("stays in memory" in each for each in caplog.messages) is not saves
+    if saves:
+        assert list(memory.iterdir()) == []
+        return
+    with manager(root, memory) as mgr:
+        assert mgr.latest_step() == 3
+
+
+def test_an_agent_that_does_not_listen_is_replaced(tmp_path: Path, memory: Path) -> None:
+    with manager(tmp_path / "run", memory) as mgr:
+        mgr.snapshot(1, state_of(1)).result()
+        first = process_of(mgr)
+        first.send_signal(signal.SIGSTOP)
+        for step in range(2000):
+            agent_of(mgr).tell(StepInRoot(step))
+        assert first.wait(PATIENCE_S) == -signal.SIGKILL
+        mgr.snapshot(2000, state_of(2000)).result()
+        assert process_of(mgr).poll() is None
+
+
+class _Refusing(LocalStorage):
+    """A root that refuses some of its attempts."""
+
+    def __init__(self, root: Path, *refused: int) -> None:
+        super().__init__(root, Timeouts())
+        self.refused, self.count = refused, 0
+
+    async def begin(self, step_dir: str):  # type: ignore[no-untyped-def]
+        self.count += 1
+        if self.count in self.refused:
+            raise StorageError("busy")
+        return await super().begin(step_dir)
+
+
+def in_memory(memory: Path, *steps: int, **items: Any) -> None:
+    with ckpt.sync.CheckpointManager(memory / "steps") as mgr:
+        for step in steps:
+            mgr.save(step, items=items or {"number": state_of(step)}).result()
+
+
+def test_an_older_snapshot_never_takes_the_place_of_one_that_is_whole(
+    tmp_path: Path, memory: Path
+) -> None:
+    """A store that is away for a moment says nothing about the snapshot."""
+    in_memory(memory, 5, 6)
+    root = _Refusing(tmp_path / "run", 1)
+    first = anyio.run(flush, memory, root, -1, FlushBudget())
+    assert first is not None
+    assert (first.step, first.problem) == (6, "step 6: busy")
+    second = anyio.run(flush, memory, root, -1, FlushBudget())
+    assert second is not None
+    assert (second.step, second.problem) == (6, "")
+    with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
+        assert mgr.all_steps() == [6]
+
+
+def test_an_older_one_is_written_where_the_newest_is_damaged(tmp_path: Path, memory: Path) -> None:
+    """And that is said."""
+    in_memory(memory, 5, 6)
+    files = [path for path in (memory / "steps/6").rglob("*") if path.is_file()]
+    large = max(files, key=lambda path: path.stat().st_size)
+    data = bytearray(large.read_bytes())
+    data[len(data) // 2] ^= 1
+    large.unlink()
+    large.write_bytes(data)
+    done = anyio.run(flush, memory, LocalStorage(tmp_path / "run", Timeouts()), -1, FlushBudget())
+    assert done is not None
+    assert (done.step, done.problem) == (5, "")
+    assert "was changed after it was saved" in done.passed_over
+    with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
+        assert mgr.all_steps() == [5]
+
+
+@pytest.mark.parametrize("is_calm", [True, False])
+def test_the_rest_follows_a_part_that_was_written_in_a_hurry(
+    is_calm: bool, tmp_path: Path, memory: Path
+) -> None:
+    in_memory(memory, 5, params={"w": np.ones(9)}, opt_state={"w": np.zeros(9)})
+    root = _Refusing(tmp_path / "run", 2)
+    budget = FlushBudget(ends_at=0.0, bytes_per_second=1e6, first=("params",))
+    first = anyio.run(flush, memory, root, -1, budget)
+    assert first is not None
+    assert "busy" in first.problem
+    with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
+        assert mgr.metadata(5).info.items == ("params",)
+    done = anyio.run(flush, memory, root, -1, FlushBudget() if is_calm else budget)
+    assert done is not None
+    assert done.problem == ""
+    with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
+        assert set(mgr.metadata(5).info.items) == {"opt_state", "params"}
+        assert mgr.verify(5).ok
+
+
+def test_a_part_of_another_step_is_not_replaced(tmp_path: Path, memory: Path) -> None:
+    root = _Refusing(tmp_path / "run", 2)
+    budget = FlushBudget(ends_at=0.0, bytes_per_second=1e6, first=("params",))
+    in_memory(memory, 5, params={"w": np.ones(9)}, opt_state={"w": np.zeros(9)})
+    anyio.run(flush, memory, root, -1, budget)
+    (memory / "steps").rename(memory / "old")
+    in_memory(memory, 5, params={"w": np.full(9, 2)}, opt_state={"w": np.zeros(9)})
+    done = anyio.run(flush, memory, root, -1, FlushBudget())
+    assert done is not None
+    assert "already exists" in done.problem
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_a_fork_that_leaves_the_block_ends_nothing(tmp_path: Path, memory: Path) -> None:
+    """A child that ends with `sys.exit` goes through the block of its parent's manager."""
+    mgr = manager(tmp_path / "run", memory)
+    with mgr:
+        mgr.snapshot(1, state_of(1)).result()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            code = 1
+            try:
+                mgr.__exit__(SystemExit, SystemExit(0), None)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert process_of(mgr).poll() is None
+        mgr.snapshot(2, state_of(2)).result()
+        mgr.wait_until_finished()
+        assert mgr.all_steps() == [2]
+
+
+def test_a_trainer_that_becomes_another_program(tmp_path: Path, memory: Path) -> None:
+    """Its number is the same, and its agent is not."""
+    script = f"""
+import os, signal, sys
+import ckpt.sync
+from ckpt.tiers import SharedMemory
+signal.alarm({PATIENCE_S})
+tier = SharedMemory(directory={str(memory)!r}, flush=False)
+mgr = ckpt.sync.CheckpointManager({str(tmp_path / "run")!r}, tiers=[tier])
+with mgr:
+    if len(sys.argv) == 1:
+        mgr.snapshot(7, {{"number": 7}}).result()
+        agent = mgr._service._agent._process.pid
+        os.execv(sys.executable, [sys.executable, __file__, str(agent)])
+    assert mgr.restore() == {{"number": 7}}
+    os.waitpid(int(sys.argv[1]), 0)
+"""
+    program = tmp_path / "program.py"
+    program.write_text(script)
+    subprocess.run([sys.executable, program], env=environment({}), check=True)
+    assert list(memory.iterdir()) == []
+
+
+def test_the_end_of_an_agent_is_heard_before_the_next_one_is_greeted(tmp_path: Path) -> None:
+    """Else what was asked of the next one would be given up."""
+    heard: list[str] = []
+    may_end = threading.Event()
+
+    def told(message: AgentMessage) -> None:
+        may_end.wait(PATIENCE_S)
+        heard.append(type(message).__name__)
+
+    def greeting() -> list[ToAgent]:
+        heard.append("greeted")
+        return []
+
+    setup = AgentSetup(os.getpid(), place_to_json(str(tmp_path)), (), 1.0)
+    agent = client.AgentClient(setup, told, greeting)
+    agent.start()
+    assert agent._process is not None
+    agent._process.kill()
+    agent._process.wait()
+    timer = threading.Timer(0.1, may_end.set)
+    timer.start()
+    try:
+        agent.start()
+        assert heard == ["greeted", "AgentGone", "greeted"]
+    finally:
+        timer.join()
+        agent.close(flush=False, timeout=PATIENCE_S)
+        agent.untap_signals()

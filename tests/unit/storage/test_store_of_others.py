@@ -1,0 +1,168 @@
+"""A store of another package: a small class over a file system of fsspec does all a store does."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import fsspec
+import pytest
+
+from ckpt._format.manifest_head import FILE_NAME
+from ckpt._settings import Timeouts
+from ckpt.errors import StorageError
+from ckpt.storage import CopiesObjects, Store, StoredObject, StoreLimits, Swap, open_root
+from ckpt.testing.conformance import STORE_CHECKS, StoreCase
+from ckpt.testing.conformance.store_cases import assert_whole, write
+
+# Bytes before the content of each file: its generation.
+MARK = 16
+# Files of one process have no other writers, so a lock makes conditional writes atomic.
+LOCK = threading.Lock()
+
+
+class FilesOfFsspec:
+    """A store in the memory file system of fsspec; each file begins with its generation."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._files: Any = fsspec.filesystem("memory")
+
+    @property
+    def location(self) -> str:
+        return f"fsspec-memory:/{self._root}"
+
+    @property
+    def limits(self) -> StoreLimits:
+        return StoreLimits()
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> StoredObject | None:
+        whole = self._read(key)
+        return None if whole is None else StoredObject(whole[MARK:][start:stop], whole[:MARK])
+
+    async def put(self, key: str, data: bytes | memoryview) -> None:
+        self._write(key, data)
+
+    async def swap(self, key: str, data: bytes, generation: bytes | None) -> Swap:
+        with LOCK:
+            return Swap(self._write(key, data) if self._is_at(key, generation) else None)
+
+    async def delete(self, key: str) -> None:
+        if self._read(key) is not None:
+            self._files.rm_file(self._path(key))
+
+    async def delete_if(self, key: str, generation: bytes) -> bool:
+        with LOCK:
+            is_there = self._is_at(key, generation)
+            if is_there:
+                self._files.rm_file(self._path(key))
+            return is_there
+
+    async def list(self, prefix: str) -> list[str]:
+        found = (path.removeprefix(self._path("")) for path in self._files.find(self._root))
+        return sorted(key.removeprefix(prefix) for key in found if key.startswith(prefix))
+
+    async def copy(self, source: str, target: str, nbytes: int) -> int | None:
+        whole = self._read(source)
+        if whole is None:
+            return None
+        self._write(target, whole[MARK:])
+        return len(whole) - MARK
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def _read(self, key: str) -> bytes | None:
+        path = self._path(key)
+        return self._files.cat_file(path) if self._files.isfile(path) else None
+
+    def _write(self, key: str, data: bytes | memoryview) -> bytes:
+        generation = uuid.uuid4().bytes
+        self._files.pipe_file(self._path(key), generation + data)
+        return generation
+
+    def _is_at(self, key: str, generation: bytes | None) -> bool:
+        whole = self._read(key)
+        return (None if whole is None else whole[:MARK]) == generation
+
+
+def fresh() -> Callable[[Timeouts], Any]:
+    root = f"/{uuid.uuid4().hex}"
+    return lambda timeouts: open_root(FilesOfFsspec(root), timeouts)
+
+
+@pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
+def test_a_small_class_is_a_store(check: Any) -> None:
+    anyio.run(check, StoreCase(fresh, lease_seconds=0.4))
+
+
+def test_what_a_store_has_to_offer_is_small() -> None:
+    """At most 15 members, each as the small class has it, and optional abilities of two at most."""
+    members = [name for name in dir(Store) if name[0] != "_"]
+    assert members == [
+        *("delete", "delete_if", "get", "limits", "list", "location", "put", "swap"),
+    ]
+    assert [name for name in dir(CopiesObjects) if name[0] != "_"] == ["copy"]
+    for owner, names in ((Store, members), (CopiesObjects, ["copy"])):
+        for name in names:
+            asked, given = getattr(owner, name), getattr(FilesOfFsspec, name)
+            if not isinstance(asked, property):
+                assert inspect.signature(asked) == inspect.signature(given), name
+    assert len(inspect.getsource(FilesOfFsspec).splitlines()) <= 200
+
+
+def test_a_copy_that_the_store_refuses_fails_no_save(caplog: pytest.LogCaptureFixture) -> None:
+    class Refusing(FilesOfFsspec):
+        async def copy(self, source: str, target: str, nbytes: int) -> int | None:
+            raise StorageError("no copies today")
+
+    async def main() -> None:
+        storage: Any = open_root(Refusing(f"/{uuid.uuid4().hex}"))
+        attempt = await storage.begin("2")
+        assert await storage.share(attempt, "1", {"d/0": 2 << 20}) == []
+        await storage.discard(attempt)
+
+    anyio.run(main)
+    assert "1 of 1 unchanged files could not be copied" in caplog.text
+
+
+def test_a_commit_with_a_lost_answer_stays() -> None:
+    """The step may be there; so its attempt is not removed when the writer gives up."""
+
+    class Losing(FilesOfFsspec):
+        async def swap(self, key: str, data: bytes, generation: bytes | None) -> Swap:
+            swap = await super().swap(key, data, generation)
+            if key == f"1/{FILE_NAME}":
+                raise StorageError("the answer was lost")
+            return swap
+
+    async def main() -> None:
+        root = f"/{uuid.uuid4().hex}"
+        storage = open_root(Losing(root))
+        attempt = await write(storage, "1", "x")
+        with pytest.raises(StorageError, match="it is unknown whether the checkpoint"):
+            await storage.publish(attempt, overwrite=False)
+        await storage.discard(attempt)
+        await assert_whole(open_root(FilesOfFsspec(root)), "1", "x", attempt)
+
+    anyio.run(main)
+
+
+def test_an_upload_keeps_to_the_limits_of_the_store() -> None:
+    class Narrow(FilesOfFsspec):
+        @property
+        def limits(self) -> StoreLimits:
+            return StoreLimits(largest_bytes=100, usual_bytes=10)
+
+    async def main() -> None:
+        storage: Any = open_root(Narrow(f"/{uuid.uuid4().hex}"))
+        attempt = await storage.begin("2")
+        assert storage.traits.usual_file_bytes == 10
+        with pytest.raises(StorageError, match="at most 100 at once"):
+            await storage.write_block(attempt, "d/0", memoryview(bytes(101)))
+
+    anyio.run(main)
