@@ -238,7 +238,7 @@ class CheckpointManager(ManagedSteps):
             ```
         """
         # plain: self._loop.check_caller()
-        commit, job, staged = self._service.start_snapshot(
+        commit, job, staged = self._service.memory_for(step).start(
             step, state, items, metrics, custom_metadata
         )
         await waits.snapshot_taken(job, staged)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from concurrent.futures import Future
 from functools import partial
-from typing import Any, SupportsIndex, get_args
+from typing import Any, NoReturn, SupportsIndex, get_args
 
 from ckpt._arguments import check_step, number_of_seconds, one_of
-from ckpt._commit import Commit, StepInfo
+from ckpt._commit import StepInfo
 from ckpt._engine.engine import Engine
-from ckpt._runtime.loop import EngineLoop, Job
+from ckpt._runtime.loop import EngineLoop
 from ckpt._settings import IfTaken, Timeouts
 from ckpt._steps.index import MissingRoot, StepIndex
 from ckpt._steps.pins import Pin, pin, pins, unpin
@@ -232,14 +231,7 @@ class RootService:
         found = await self.root.processes.everywhere("empty-trash", 0, "emptying the trash", act)
         return [int(step) for step in found] if isinstance(found, list) else []
 
-    def start_snapshot(
-        self,
-        step: SupportsIndex,
-        state: Any,
-        items: Mapping[str, Any] | None,
-        metrics: Mapping[str, Any] | None,
-        metadata: Any,
-    ) -> tuple[Commit, Job[None], Future[None]]:
+    def memory_for(self, step: SupportsIndex) -> NoReturn:
         """Refuse: without a tier in memory there is no place for snapshots."""
         raise no_memory(step)
 

@@ -157,7 +157,7 @@ def with_tiers(
         InvalidArgumentError: The agent process cannot open one of the places, or two are the same.
     """
     # Each process of a job has a place of its own for its steps.
-    job = run.job
+    job, process = run.job, (run.job.process_index, run.job.process_count)
     disks = OwnDisks(job, f"tier of {run.location}") if job.process_count > 1 else job
     near = [
         serve(
@@ -172,28 +172,21 @@ def with_tiers(
     for number, location in enumerate(locations):
         if os.path.realpath(location) in map(os.path.realpath, locations[:number]):
             raise InvalidArgumentError(f"tiers=: {location} is there twice")
-    memory_settings = tiers.memory
+    settings = tiers.memory
     folder: SharedFolder | None = None
     snapshots = None
-    if memory_settings is not None:
-        job = run.job
+    if settings is not None:
         if has_own_disks(job):
             # The parts of a snapshot can be joined only in a root that all processes see.
-            memory_settings = dataclasses.replace(memory_settings, flush=False)
-        at = folder_of(
-            memory_settings.directory,
-            service.storage.location,
-            job.process_index,
-            job.process_count,
-        )
-        folder = SharedFolder(at)
+            settings = dataclasses.replace(settings, flush=False)
+        folder = SharedFolder(folder_of(settings.directory, service.storage.location, *process))
         snapshots = SnapshotSettings(
             str(folder.path),
-            memory_settings.flush,
-            memory_settings.grace_seconds,
-            memory_settings.first,
-            memory_settings.kept_seconds,
-            (job.process_index, job.process_count),
+            settings.flush,
+            settings.grace_seconds,
+            settings.first,
+            settings.kept_seconds,
+            process,
         )
     setup = AgentSetup(
         os.getpid(),
@@ -207,7 +200,7 @@ def with_tiers(
                 places[number + 1],
                 tier.bytes_per_second,
                 tier.most_waiting,
-                (run.job.process_index, run.job.process_count),
+                process,
             )
             for number, tier in enumerate(tiers.near)
         ),
@@ -223,26 +216,21 @@ def with_tiers(
 
     agent = AgentClient(setup, on_message, greeting)
     memory = None
-    if memory_settings is not None and folder is not None:
-        place = run.job.process_index, run.job.process_count
-        at_root = MemoryRoot(folder, service.storage, run.timeouts, place)
-        copied = _copied_steps(memory_settings, run.job)
+    if settings is not None and folder is not None:
+        at_root = MemoryRoot(folder, service.storage, run.timeouts, process)
+        copied = _copied_steps(settings, job)
         in_memory = _service_of_memory(at_root, run, copied, service.saves.commits)
         peers = None
-        if copied is not None and memory_settings.peers is not None:
-            peers = PeerReplication(
-                memory_settings.peers, run.job, in_memory, folder, copied, agent
-            )
-        memory = MemoryTier(
-            memory_settings, in_memory, folder, at_root, service.storage, agent, peers
-        )
+        if copied is not None and settings.peers is not None:
+            peers = PeerReplication(settings.peers, job, in_memory, folder, copied, agent)
+        memory = MemoryTier(settings, in_memory, folder, at_root, service.storage, agent, peers)
         parts.append(memory)
     drains, fetches = None, None
     if near:
         pairs = list(zip(near, tiers.near, strict=True))
         drains = TierDrains(pairs, service, agent)
         parts.append(drains)
-        if run.job.process_count == 1:
+        if job.process_count == 1:
             fetches = TierFetches(near[0], agent)
             parts.append(fetches)
     return TieredService(service, near, memory, drains, fetches, agent, run.timeouts.exit)

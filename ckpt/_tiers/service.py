@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, SupportsIndex
@@ -21,7 +20,7 @@ from ckpt._commit import Commit, StepInfo
 from ckpt._engine.engine import Engine
 from ckpt._format.history import Parent, ReplacedSave
 from ckpt._redaction import redact
-from ckpt._runtime.loop import EngineLoop, Job, call_once
+from ckpt._runtime.loop import EngineLoop, call_once
 from ckpt._settings import IfTaken
 from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import Pin
@@ -153,10 +152,10 @@ class TieredService:
         for each in self._all:
             each.saves.history.begin_from(parent, restored, state)
 
-    def _committed(self, info: StepInfo, commit: Commit) -> None:
+    def _committed(self, info: StepInfo, save: str, commit: Commit) -> None:
         self._latest = max(self._latest, -1 if info.step is None else info.step)
         if self._drains is not None:
-            self._drains.committed(info, commit)
+            self._drains.committed(info, save, commit)
         elif self._memory is not None:
             self._memory.saved(info)
 
@@ -253,18 +252,11 @@ class TieredService:
         with anyio.move_on_after(self._exit_seconds):
             await self._tidy(places)
 
-    def start_snapshot(
-        self,
-        step: SupportsIndex,
-        state: Any,
-        items: Mapping[str, Any] | None,
-        metrics: Mapping[str, Any] | None,
-        metadata: Any,
-    ) -> tuple[Commit, Job[None], Future[None]]:
-        """Start a snapshot in memory, from any thread; see `SaveQueue.start`."""
+    def memory_for(self, step: SupportsIndex) -> MemoryTier:
+        """Return the tier that takes a snapshot."""
         if self._memory is None:
             raise no_memory(step)
-        return self._memory.start(step, state, items, metrics, metadata)
+        return self._memory
 
     async def prefetch(self, step: int | None) -> StepInfo:
         """Bring a step to the nearest place on a storage; see the managers."""

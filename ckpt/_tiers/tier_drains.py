@@ -60,8 +60,8 @@ class TierDrains:
         self._unheld: list[set[int]] = [set() for _ in tiers]
         # By tier, steps that were given up. They stay until its next save, or for the next run.
         self._failed: list[set[int]] = [set() for _ in tiers]
-        # By step, the commits that wait for the root.
-        self._commits: dict[int, list[Commit]] = {}
+        # By step, the saves and commits that wait for the root, in order.
+        self._commits: dict[int, list[tuple[str, Commit]]] = {}
         # By tier, the steps that were copied on, or will be: the previous steps for its policy.
         self._previous: list[dict[int, SavedStep]] = [{} for _ in tiers]
         # By tier, the greatest step that has arrived at the next place.
@@ -107,7 +107,8 @@ class TierDrains:
         found = {step: each for step, each in new.items() if step not in gone}
         steps = await service.root.retention.saved_steps(found)
         return [
-            (each.step, await self._is_wanted(leg, each), found[each.step].save) for each in steps
+            (each.step, await self._is_wanted(leg, each), found[each.step].save_id)
+            for each in steps
         ]
 
     async def _is_wanted(self, leg: int, saved: SavedStep) -> bool:
@@ -135,17 +136,17 @@ class TierDrains:
                 del pending[other]
         return step
 
-    def committed(self, info: StepInfo, commit: Commit) -> None:
+    def committed(self, info: StepInfo, save: str, commit: Commit) -> None:
         """Note a commit that waits until its step is in the root.
 
         Called before the commit is done: if this process dies then, the agent knows the step.
         """
         if info.step is not None:
             with self._guard:
-                self._commits.setdefault(info.step, []).append(commit)
+                self._commits.setdefault(info.step, []).append((save, commit))
                 self._unheld[0].add(info.step)
             step_dir = self._services[0].root.names.name(info.step)
-            self._agent.tell(StepAtTier(0, info.step, step_dir, is_wanted=False))
+            self._agent.tell(StepAtTier(0, info.step, step_dir, is_wanted=False, save=save))
 
     async def send_on(self, leg: int, number: int) -> None:
         """Let a step of a tier be copied on if the policy wants it; called before tidying.
@@ -163,7 +164,7 @@ class TierDrains:
                 # The step was deleted meanwhile.
                 return None
             (saved,) = await service.root.retention.saved_steps({number: found})
-            return await self._is_wanted(leg, saved), found.save
+            return await self._is_wanted(leg, saved), found.save_id
 
         what = f"deciding where step {number} is copied to"
         decided = await service.root.processes.on_primary(f"drain-{leg}", number, what, decide)
@@ -195,16 +196,17 @@ class TierDrains:
         """End the waits for a step that stays at its tier."""
         with self._guard:
             self._unheld[leg].discard(number)
-            commits = self._commits.pop(number, [])
-        for commit in commits:
-            stays(commit, "the policy drain= of its tier does not want it there")
+        self._end_waits(number, "the policy drain= of its tier does not want it there")
 
     def undecided(self, number: int, error: CheckpointError) -> None:
         """End the waits for a step of the nearest tier after a failed decision."""
+        self._end_waits(number, f"{error.message}. The next run decides again")
+
+    def _end_waits(self, number: int, reason: str) -> None:
         with self._guard:
             commits = self._commits.pop(number, [])
-        for commit in commits:
-            stays(commit, f"{error.message}. The next run decides again")
+        for _, commit in commits:
+            stays(commit, reason)
 
     def greeting(self) -> list[ToAgent]:
         """Return the messages that a new agent needs: the steps that are not copied yet."""
@@ -228,24 +230,34 @@ class TierDrains:
     def _moved(self, message: TransferResult) -> None:
         leg, target = message.leg, self._targets[message.leg]
         is_last = leg == len(self._targets) - 1
-        if message.is_damaged:
+        if message.outcome == "damaged":
             # This comes first: a waiter that hears of the failure may save at once.
             with contextlib.suppress(CheckpointError):
                 target.loop.submit(partial(self._distrust, leg, message.step)).future.result()
         with self._guard:
-            self._pending[leg].pop(message.step, None)
-            self._unheld[leg].discard(message.step)
+            pending = self._pending[leg].get(message.step)
+            is_replaced = pending is not None and pending.save not in ("", message.save)
+            waiting = self._commits.get(message.step, [])
+            answered = _answered(message.save, [save for save, _ in waiting])
+            if message.problem and message.save and (is_replaced or answered < len(waiting)):
+                # The step was saved anew meanwhile: the outcome of the new save tells of both.
+                return
+            if not is_replaced:
+                self._pending[leg].pop(message.step, None)
+                self._unheld[leg].discard(message.step)
             if not is_last and not message.problem:
                 self._unheld[leg + 1].add(message.step)
-            ends = is_last or bool(message.problem)
-            commits = self._commits.pop(message.step, []) if ends else []
+            commits = waiting[:answered] if is_last or message.problem else []
+            del waiting[: len(commits)]
+            if not waiting:
+                self._commits.pop(message.step, None)
             if message.problem:
                 self._failed[leg].add(message.step)
                 self._previous[leg].pop(message.step, None)
             else:
                 self._newest[leg] = max(message.step, self._newest[leg] or 0)
         self._report(message)
-        for commit in commits:
+        for _, commit in commits:
             if message.problem:
                 stays(commit, message.problem)
             else:
@@ -267,7 +279,7 @@ class TierDrains:
             outcome = "failed"
             logger.log(
                 # A step that somebody has deleted is worth a warning only.
-                logging.WARNING if message.is_gone else logging.ERROR,
+                logging.WARNING if message.outcome == "deleted" else logging.ERROR,
                 "step %d of %s was NOT copied to %s: %s; %s",
                 message.step,
                 redact(source.storage.location),
@@ -315,12 +327,19 @@ class TierDrains:
             waiting = {
                 s for pending in self._pending for s, step in pending.items() if step.is_wanted
             }
-            left = sorted(waiting.union(self._left))
-            commits = [each for several in self._commits.values() for each in several]
-            self._commits.clear()
-        for commit in commits:
-            stays(commit, "the run has ended before it was copied; the next one goes on with it")
-        return left
+        for number in list(self._commits):
+            reason = "the run has ended before it was copied; the next one goes on with it"
+            self._end_waits(number, reason)
+        return sorted(waiting.union(self._left))
+
+
+def _answered(save: str, saves: Sequence[str]) -> int:
+    """Return how many saves of a step, in order, an outcome is the answer to.
+
+    It answers its save and those that it has replaced; all of them if its save is unknown.
+    """
+    unknown = 0 if save else len(saves)
+    return saves.index(save) + 1 if save in saves else unknown
 
 
 def _say_parts_of_others(service: RootService) -> None:

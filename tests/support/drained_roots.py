@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,17 @@ from ckpt._tiers.drains.drain import DrainResult, drain_step
 from ckpt.storage._resolve import open_root
 from ckpt.testing.compare import differences
 
-__all__ = ["assert_whole", "attempts", "cut", "drain", "drained", "items_of", "made", "sizes_below"]
+__all__ = [
+    "assert_whole",
+    "attempts",
+    "cut",
+    "drain",
+    "drained",
+    "items_of",
+    "made",
+    "saved_at",
+    "sizes_below",
+]
 
 _ITEMS = 6
 
@@ -68,6 +79,11 @@ def cut(source: Any, target: Any, step: int, nbytes: int) -> None:
         assert scope.cancelled_caught
 
     call_once(main)
+
+
+def saved_at(step_dir: Path) -> str:
+    """The id of the save in a step directory."""
+    return str(json.loads((step_dir / "ckpt.json").read_bytes())["created_ns"])
 
 
 def assert_whole(root: Any, *steps: int) -> None:

@@ -239,7 +239,7 @@ class CheckpointManager(ManagedSteps):
             ```
         """
         self._loop.check_caller()
-        commit, job, staged = self._service.start_snapshot(
+        commit, job, staged = self._service.memory_for(step).start(
             step, state, items, metrics, custom_metadata
         )
         waits.snapshot_taken(job, staged)

@@ -76,6 +76,7 @@ class CopiedStep(Struct, frozen=True):
         left_out: Its unselected parts, for people.
         is_reshaped: True if containers have become dicts, since they lost some of their children.
         reason: Reason why it was not copied, or None.
+        save: Its `Manifest.save_id`; empty if it could not be read.
     """
 
     step: int | None
@@ -87,6 +88,7 @@ class CopiedStep(Struct, frozen=True):
     left_out: Sequence[str] = ()
     is_reshaped: bool = False
     reason: str | None = None
+    save: str = ""
 
 
 Told = Callable[[CopiedStep], None]
@@ -288,9 +290,10 @@ async def copy_step(
     """
     if source.location == target.location:
         refuse_same(source.storage, target.storage)
-    where = target.location
+    where, save = target.location, ""
     try:
         async with _held(source, step) as manifest:
+            save = manifest.save_id
             selection = selected(manifest, rules.select)
             if selection is None:
                 return CopiedStep(step, where, "unselected", reason="nothing of it is selected")
@@ -303,6 +306,7 @@ async def copy_step(
                 others=await others_in(source, manifest),
                 left_out=selection.left_out,
                 is_reshaped=selection.is_reshaped,
+                save=save,
             )
             found = await presence_of(wanted, target, whole=anew, deep=rules.verify)
             if found == "same":
@@ -332,11 +336,11 @@ async def copy_step(
             return replace(copied, nbytes=nbytes)
     except (StepNotFoundError, StepDeletedError):
         reason = f"{source.location} was deleted before it was copied"
-        return CopiedStep(step, where, "deleted", reason=reason)
+        return CopiedStep(step, where, "deleted", reason=reason, save=save)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
-        return CopiedStep(step, where, "damaged", reason=error.message)
+        return CopiedStep(step, where, "damaged", reason=error.message, save=save)
     except StepExistsError as error:
-        return CopiedStep(step, where, "blocked", reason=error.message)
+        return CopiedStep(step, where, "blocked", reason=error.message, save=save)
 
 
 async def _replaces_older(manifest: Manifest, target: StepLocation) -> bool:

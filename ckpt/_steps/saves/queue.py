@@ -91,8 +91,8 @@ class SaveQueue:
         self._preemption = preemption
         # Set on the engine's loop.
         self._backlog: Backlog | None = None
-        # Called for each committed step.
-        self.on_committed: Callable[[StepInfo, Commit], None] = lambda *_: None
+        # Called for each committed step, with the id of its save.
+        self.on_committed: Callable[[StepInfo, str, Commit], None] = lambda *_: None
         # True if steps are copied on from this root: a commit counts as "in the root" only later.
         self.has_next_tier = False
         # Awaited at the beginning of each save, in all processes of a job.
@@ -453,7 +453,7 @@ class SaveQueue:
             # Set before the commit is done: a deletion that its caller starts must know the step.
             self.root.retention.newest = manifest.step
             self.history.committed(manifest)
-            self.on_committed(info, hooks.commit)
+            self.on_committed(info, manifest.save_id, hooks.commit)
             # Observers first: once the commit is done, the line is written and the bar is gone.
             recorder.end(began_ns, "ok", nbytes=info.nbytes)
             hooks.finish(info, in_root=not self.has_next_tier)

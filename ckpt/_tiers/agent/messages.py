@@ -116,7 +116,7 @@ class StepAtTier(Struct, frozen=True, tag="step"):
         step_dir: Its directory.
         is_wanted: True if it is to be copied on in any case; otherwise it is copied on only if it
             is the newest step at the end.
-        save: Its save; empty if unknown.
+        save: Its `Manifest.save_id`; empty if unknown.
     """
 
     leg: int
@@ -295,22 +295,20 @@ class TransferResult(Struct, frozen=True, tag="moved"):
     Attributes:
         leg: Number of the tier.
         step: The step.
-        step_dir: Its directory.
+        outcome: Outcome of a `DrainResult`, or `refused` by a storage.
         nbytes: Copied bytes.
         seconds: Duration.
         problem: Reason why it was not copied; empty if it was.
-        is_damaged: True if the reason is damage of the step at the tier.
-        is_gone: True if the reason is its deletion.
+        save: `Manifest.save_id` of what was to be copied; empty if it is unknown.
     """
 
     leg: int
     step: int
-    step_dir: str
+    outcome: str
     nbytes: int = 0
     seconds: float = 0.0
     problem: str = ""
-    is_damaged: bool = False
-    is_gone: bool = False
+    save: str = ""
 
 
 class StepFetchRequest(Struct, frozen=True, tag="fetch"):

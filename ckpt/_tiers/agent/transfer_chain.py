@@ -41,7 +41,8 @@ class TransferChain:
         self._names = [StepNameTable() for _ in range(count)]
         # By tier, the newest step that the next place gets only at the end.
         self._unwanted: list[StepAtTier | None] = [None] * count
-        self._requested: list[set[int]] = [set() for _ in range(count)]
+        # By tier, the steps that were asked for, with their newest saves.
+        self._requested: list[dict[int, str]] = [{} for _ in range(count)]
         self._moved: list[list[TransferResult]] = [[] for _ in range(count)]
 
     async def add(self, step: StepAtTier) -> None:
@@ -51,7 +52,7 @@ class TransferChain:
             await self._request(step)
             return
         kept = self._unwanted[step.leg]
-        if kept is None or step.step > kept.step:
+        if kept is None or step.step >= kept.step:
             self._unwanted[step.leg] = step
 
     def fetch(self, fetch: StepFetchRequest) -> None:
@@ -59,11 +60,13 @@ class TransferChain:
         self._fetches.start(fetch)
 
     async def _request(self, step: StepAtTier) -> None:
-        self._requested[step.leg].add(step.step)
+        self._requested[step.leg][step.step] = step.save
         try:
             held = await self._drainers[step.leg].request(step.step, step.save)
         except StorageError as error:
-            self._tell(TransferResult(step.leg, step.step, step.step_dir, problem=error.message))
+            self._tell(
+                TransferResult(step.leg, step.step, "refused", 0, 0, error.message, step.save)
+            )
             return
         if held:
             self._tell(DrainAccepted(step.leg, step.step))
@@ -72,30 +75,26 @@ class TransferChain:
         """Drain the rest, and the newest step of each tier; return the steps that are left."""
         ends, left = time.monotonic() + seconds, set[int]()
         for leg, drainer in enumerate(self._drainers):
-            newest = self._unwanted[leg]
-            if newest is not None and newest.step > max(self._requested[leg], default=-1):
+            newest, requested = self._unwanted[leg], self._requested[leg]
+            if (
+                newest is not None
+                and newest.step >= max(requested, default=-1)
+                and requested.get(newest.step) != newest.save
+            ):
                 await self._request(newest)
             left.update(await drainer.finish(max(ends - time.monotonic(), 0.0)))
             if leg + 1 < len(self._drainers):
                 # The trainer may have asked for these steps already, but can no longer do so.
                 for moved in self._moved[leg]:
-                    if not moved.problem and moved.step not in self._requested[leg + 1]:
-                        await self.add(StepAtTier(leg + 1, moved.step, moved.step_dir, True))
+                    if not moved.problem and self._requested[leg + 1].get(moved.step) != moved.save:
+                        step_dir = self._names[leg].name(moved.step)
+                        await self.add(StepAtTier(leg + 1, moved.step, step_dir, True, moved.save))
         return sorted(left)
 
     def _note_result(self, leg: int, drained: DrainResult) -> None:
         problem = "" if drained.is_safe else drained.reason or drained.outcome
-        step_dir = self._names[leg].name(drained.step)
-        moved = TransferResult(
-            leg,
-            drained.step,
-            step_dir,
-            drained.nbytes,
-            drained.seconds,
-            problem,
-            is_damaged=drained.outcome == "damaged",
-            is_gone=drained.outcome == "deleted",
-        )
+        amount = drained.nbytes, drained.seconds
+        moved = TransferResult(leg, drained.step, drained.outcome, *amount, problem, drained.save)
         self._moved[leg].append(moved)
         self._tell(moved)
 

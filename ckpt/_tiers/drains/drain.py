@@ -18,7 +18,7 @@ from ckpt._conversion.copies.step_copy import Pace, StepCopier, at_once
 from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._conversion.copies.steps import CopyRules, copy_pins, copy_step
 from ckpt._events import Event
-from ckpt._steps.index import IndexedStep, StepIndex
+from ckpt._steps.index import StepIndex
 from ckpt.errors import StepNotFoundError
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
@@ -39,6 +39,8 @@ class DrainResult(Struct, frozen=True):
         nbytes: Copied bytes, without those that an earlier drain had copied.
         seconds: Duration of the copy.
         reason: Reason why it was not copied, or None.
+        save: `Manifest.save_id` of what was to be copied: the step may have been saved anew since.
+            Empty if it is unknown.
     """
 
     step: int
@@ -46,6 +48,7 @@ class DrainResult(Struct, frozen=True):
     nbytes: int = 0
     seconds: float = 0.0
     reason: str | None = None
+    save: str = ""
 
     @property
     def is_safe(self) -> bool:
@@ -103,7 +106,7 @@ async def drain_step(
             await copy_pins(source.storage, step, target)
     seconds = max(time.perf_counter() - began, 0.0)
     assert copied.outcome != "unselected"
-    return DrainResult(step, copied.outcome, moved.nbytes, seconds, copied.reason)
+    return DrainResult(step, copied.outcome, moved.nbytes, seconds, copied.reason, copied.save)
 
 
 async def missing(
@@ -133,12 +136,7 @@ async def missing(
             for step, found in has.items()
             if not found.is_foreign
             and (wanted is None or step in wanted)
-            and (step not in there or _identity(there[step]) != _identity(found))
+            and (step not in there or there[step].save_id != found.save_id)
         ),
         reverse=True,
     )
-
-
-def _identity(step: IndexedStep) -> tuple[int, int, str]:
-    """Return a key that a step shares with its copies, and with no other step."""
-    return step.created_ns, step.committed_ns, step.save

@@ -34,8 +34,8 @@ class DrainBacklog:
     @property
     def left(self) -> list[int]:
         """The steps that wait or are under way, the newest first."""
-        under_way = [] if self.under_way is None else [self.under_way]
-        return sorted([*self._failures, *under_way], reverse=True)
+        under_way = set() if self.under_way is None else {self.under_way}
+        return sorted(self._failures.keys() | under_way, reverse=True)
 
     @property
     def is_too_long(self) -> bool:
@@ -43,9 +43,8 @@ class DrainBacklog:
         return len(self._failures) > self._most
 
     def add(self, step: int) -> None:
-        """Let a step wait; a step that waits or is under way stays as it is."""
-        if step not in self:
-            self._failures[step] = 0
+        """Let a step wait, unless it does; a step under way is drained once more afterwards."""
+        self._failures.setdefault(step, 0)
 
     @property
     def order(self) -> list[int]:

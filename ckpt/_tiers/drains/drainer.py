@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 import anyio
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckpt._conversion.copies.step_copy import Pace
 from ckpt._conversion.copies.step_location import StepLocation
@@ -49,6 +50,11 @@ class DrainRoute(Struct, frozen=True):
     source: Storage
     target: Storage
     names: StepNames = _PLAIN
+
+    @property
+    def description(self) -> str:
+        """The route, for people."""
+        return f"from {redact(self.source.location)} to {redact(self.target.location)}"
 
     def place(self, storage: Storage, step: int) -> StepLocation:
         return StepLocation(storage, self.names.name(step))
@@ -93,6 +99,8 @@ class Drainer:
         self._on_result = on_result
         self._backlog = DrainBacklog(most_waiting)
         self._leases = DrainLeases(route.source)
+        # By step, the save that was asked for last; empty if unknown.
+        self._saves: dict[int, str] = {}
         self._failures = 0
         # Number of steps that have ended but are not reported yet.
         self._ending = 0
@@ -113,7 +121,7 @@ class Drainer:
 
         Once this returns, the step is held, and its root may be tidied. If too many steps wait, the
         oldest one that is not pinned is given up. A step that the target has already is passed
-        over.
+        over. A step that is being drained is drained once more, since it may have been saved anew.
 
         Args:
             step: A committed step of the source.
@@ -131,12 +139,16 @@ class Drainer:
         name = self._route.names.name(step)
         is_held = await self._leases.take(step, name)
         await self._strategy.add(step, save)
+        self._saves[step] = save
         if not is_held:
             where = redact(f"{self._route.source.location}/{name}")
-            await self._end(DrainResult(step, "deleted", reason=f"{where} is not there"))
+            gone = DrainResult(step, "deleted", reason=f"{where} is not there", save=save)
+            await self._end(gone)
             return False
         self._backlog.add(step)
         self._asked = _wake_all(self._asked)
+        # A drain of the step may have ended meanwhile, and released it.
+        await self._leases.take(step, name)
         await self._shorten()
         return True
 
@@ -200,7 +212,9 @@ class Drainer:
         if step is None:
             return None
         self._backlog.begin(step)
-        return await self._strategy.drain(step)
+        save = self._saves.get(step, "")
+        drained = await self._strategy.drain(step)
+        return drained if drained is None or drained.save else replace(drained, save=save)
 
     async def _end(self, drained: DrainResult) -> None:
         """Release a step, and report its outcome."""
@@ -212,8 +226,10 @@ class Drainer:
         except StorageError as error:
             # The note is tried again with the next step.
             logger.debug("what has become of step %d was not noted: %s", drained.step, error)
-        # Release the step first: the receiver of the result tidies the root.
-        await self._leases.drop(drained.step)
+        if drained.step not in self._backlog:
+            self._saves.pop(drained.step, None)
+            # Release the step first: the receiver of the result tidies the root.
+            await self._leases.drop(drained.step)
         self._on_result(drained)
         self._ending -= 1
         self._ended = _wake_all(self._ended)
@@ -234,7 +250,8 @@ class Drainer:
             if step is None:
                 return
             reason = "too many newer steps wait. The target is too slow for so many, or not there"
-            await self._end(DrainResult(step, "given up", reason=reason))
+            save = self._saves.get(step, "")
+            await self._end(DrainResult(step, "given up", reason=reason, save=save))
 
     async def _tidy(self) -> None:
         """Remove leftovers of interrupted drains, once no step waits to continue one."""
@@ -251,21 +268,13 @@ class Drainer:
         self._may_have_left = True
         self._failures += 1
         if self._failures == 1:
-            logger.warning(
-                "steps cannot be copied from %s to %s: %s. It is tried again until that works",
-                redact(self._route.source.location),
-                redact(self._route.target.location),
-                error,
-            )
+            text = "steps cannot be copied %s: %s. It is tried again until that works"
+            logger.warning(text, self._route.description, error)
 
     def _say_working(self) -> None:
         if self._failures:
-            logger.warning(
-                "steps can be copied from %s to %s again, after %d failures",
-                redact(self._route.source.location),
-                redact(self._route.target.location),
-                self._failures,
-            )
+            text = "steps can be copied %s again, after %d failures"
+            logger.warning(text, self._route.description, self._failures)
         self._failures = 0
 
     async def _pause(self) -> None:

@@ -128,7 +128,8 @@ class Follower:
         source = self._route.place(self._route.source, step)
         if isinstance(found, JoinResult):
             outcome = "copied" if found.is_safe and waiting.nbytes else found.outcome
-            return DrainResult(step, outcome, waiting.nbytes, waiting.seconds, found.reason)
+            took = waiting.nbytes, waiting.seconds
+            return DrainResult(step, outcome, *took, found.reason, waiting.save)
         assert found is not None
         began, moved = time.perf_counter(), ByteCounter()
         try:
@@ -143,9 +144,9 @@ class Follower:
             raise
         except (StepNotFoundError, StepDeletedError):
             reason = f"{source.location} was deleted before it was copied"
-            return DrainResult(step, "deleted", reason=reason)
+            return DrainResult(step, "deleted", reason=reason, save=waiting.save)
         except (CorruptCheckpointError, UnsupportedFormatError) as error:
-            return DrainResult(step, "damaged", reason=error.message)
+            return DrainResult(step, "damaged", reason=error.message, save=waiting.save)
         finally:
             waiting.nbytes += moved.nbytes
             waiting.seconds += max(time.perf_counter() - began, 0.0)
@@ -153,8 +154,12 @@ class Follower:
 
     async def ended(self, drained: DrainResult) -> None:
         """Tell the leader that a step will not come, unless it knows."""
-        waiting = self._waiting.pop(drained.step, None)
-        if waiting is not None and waiting.save and not waiting.is_known:
+        waiting = self._waiting.get(drained.step)
+        if waiting is None or (drained.save and waiting.save not in ("", drained.save)):
+            # The step was saved anew, and waits again.
+            return
+        del self._waiting[drained.step]
+        if waiting.save and not waiting.is_known:
             self._unsaid[waiting.save] = Refusal(drained.outcome, drained.reason)
             await self._refuse()
 

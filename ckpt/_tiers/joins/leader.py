@@ -103,7 +103,7 @@ class Leader:
 
     async def drain(self, step: int) -> DrainResult | None:
         began, moved = time.perf_counter(), ByteCounter()
-        route = self._route
+        route, save = self._route, self._saves.get(step, "")
         source, target = (route.place(root, step) for root in (route.source, route.target))
         try:
             with located(step=step):
@@ -119,13 +119,16 @@ class Leader:
         except _OtherLeaderError:
             return None
         except CheckpointError as error:
-            ended = _result_of_error(error, step, source)
+            ended = result_of_error(error, step, source)
         seconds = max(time.perf_counter() - began, 0.0)
-        return DrainResult(step, ended.outcome, moved.nbytes, seconds, ended.reason)
+        return DrainResult(step, ended.outcome, moved.nbytes, seconds, ended.reason, save)
 
     async def ended(self, drained: DrainResult) -> None:
         """Publish the result of a step, and remove the notes of the other agents about it."""
-        save = self._saves.pop(drained.step, "")
+        newest = self._saves.get(drained.step, "")
+        save = drained.save or newest
+        if save == newest:
+            self._saves.pop(drained.step, None)
         if save:
             self._untold[save] = JoinResult(drained.step, drained.outcome, drained.reason)
             await self._tell()
@@ -195,7 +198,7 @@ class Leader:
                 # Write the result before the attempt is removed: otherwise the other agents first
                 # find their files gone.
                 with contextlib.suppress(StorageError):
-                    await self._notes.put_state(save, _result_of_error(error, step, part.place))
+                    await self._notes.put_state(save, result_of_error(error, step, part.place))
                 raise
             except anyio.get_cancelled_exc_class():
                 is_left = True
@@ -317,7 +320,7 @@ class Leader:
         return f"{self._route.target.location}/{join.step_dir}"
 
 
-def _result_of_error(error: CheckpointError, step: int, source: StepLocation) -> JoinResult:
+def result_of_error(error: CheckpointError, step: int, source: StepLocation) -> JoinResult:
     """Return the result of a join that ends with this error, which no storage raised."""
     if isinstance(error, _JoinEndedError):
         return error.ended

@@ -14,7 +14,9 @@ import pytest
 
 import ckpt
 import ckpt.sync
+from ckpt._tiers.agent.messages import TransferResult
 from ckpt.tiers import Tier
+from tests.support.drained_roots import saved_at
 from tests.support.snapshots import PATIENCE_S
 
 
@@ -60,6 +62,34 @@ def test_a_step_that_is_replaced_twice_arrives_as_it_is_last(tmp_path: Path) -> 
             last = mgr.save(4, state(value), if_exists="replace")
         arrived(last)
     assert in_root(tmp_path, 4) == 4.75
+
+
+def test_the_outcome_of_a_replaced_save_is_not_that_of_the_new_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The copy of the old save may end, or fail, after the new one is committed."""
+    with manager(tmp_path) as mgr:
+        service = mgr._service
+        mgr.save(4, state(4)).in_root.result(PATIENCE_S)
+        agent = service._agent._process.pid  # type: ignore[union-attr]
+        os.kill(agent, signal.SIGSTOP)
+        try:
+            saves, commits = [], []
+            for value in (4.25, 4.5):
+                commits.append(mgr.save(4, state(value), if_exists="replace"))
+                commits[-1].result(PATIENCE_S)
+                saves.append(saved_at(tmp_path / "disk" / "4"))
+            gone = TransferResult(0, 4, "deleted", problem="it is gone", save=saves[0])
+            service._drains.heard(gone)  # type: ignore[union-attr]
+            assert not any(each.in_root.done() for each in commits)
+            arrived_late = TransferResult(0, 4, "copied", save=saves[0])
+            service._drains.heard(arrived_late)  # type: ignore[union-attr]
+            assert [each.in_root.done() for each in commits] == [True, False]
+        finally:
+            os.kill(agent, signal.SIGCONT)
+        arrived(commits[-1])
+    assert in_root(tmp_path, 4) == 4.5
+    assert "NOT" not in caplog.text
 
 
 def test_what_another_run_has_saved_meanwhile_stays(

@@ -24,8 +24,8 @@ class Waiting(RuleBasedStateMachine):
     @rule(step=STEPS)
     def ask(self, step: int) -> None:
         self.backlog.add(step)
-        if self.under_way is None or self.under_way[0] != step:
-            self.failures.setdefault(step, 0)
+        # A step under way may have been saved anew: it waits once more.
+        self.failures.setdefault(step, 0)
 
     @precondition(lambda self: self.under_way is None)
     @rule()
@@ -76,8 +76,8 @@ class Waiting(RuleBasedStateMachine):
     @invariant()
     def same(self) -> None:
         assert self.backlog.waiting == sorted(self.failures, reverse=True)
-        under_way = [] if self.under_way is None else [self.under_way[0]]
-        assert self.backlog.left == sorted([*self.failures, *under_way], reverse=True)
+        under_way = set() if self.under_way is None else {self.under_way[0]}
+        assert self.backlog.left == sorted(self.failures.keys() | under_way, reverse=True)
         assert self.backlog.is_too_long == (len(self.failures) > MOST)
         assert all((step in self.backlog) == (step in self.backlog.left) for step in range(10))
 

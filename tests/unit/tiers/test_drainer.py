@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from ckpt._runtime.loop import call_once
 from ckpt._steps.pins import pins
 from ckpt._tiers.drains import drainer as drainer_module
 from ckpt._tiers.drains.drain import DrainResult
-from ckpt._tiers.drains.drainer import Drainer, DrainRoute, draining
+from ckpt._tiers.drains.drainer import Drainer, DrainRoute, WholeStepTransfer, draining
 from ckpt.storage._resolve import open_root
 from ckpt.testing.faults import Fail, FaultyFiles, FileOperation
-from tests.support.drained_roots import assert_whole, attempts, cut, made, sizes_below
+from tests.support.drained_roots import assert_whole, attempts, cut, made, saved_at, sizes_below
 
 PATIENCE_S = 120
 
@@ -125,6 +125,56 @@ def test_the_newest_is_next(drains: Drains, no_pauses: None) -> None:
     late = next((n for n in range(1, 4) if done[n] > done[n - 1]), None)
     assert sorted(done) == [1, 2, 3, 4]
     assert late is None or sorted(done[late:], reverse=True) == done[late:]
+
+
+class Doors(WholeStepTransfer):
+    """Copies each step once the next door is open."""
+
+    doors: Iterator[anyio.Event]
+    met: anyio.Event
+
+    async def drain(self, step: int) -> DrainResult:
+        door = next(self.doors)
+        self.met.set()
+        await door.wait()
+        return await super().drain(step)
+
+
+def test_a_step_that_is_saved_anew_while_it_is_copied_is_copied_once_more(drains: Drains) -> None:
+    first, second = doors = anyio.Event(), anyio.Event()
+    Doors.doors, Doors.met = iter(doors), anyio.Event()
+
+    async def body(drainer: Drainer) -> None:
+        await drainer.request(4)
+        await Doors.met.wait()
+        async with ckpt.CheckpointManager(drains.near) as mgr:
+            await mgr.save(4, {"w": 1}, if_exists="replace", durable=True)
+        await drainer.request(4)
+        first.set()
+        await until(lambda: len(drains.told) == 1)
+        # It waits again, so nobody may delete it.
+        assert await held(DrainRoute(open_root(drains.near), open_root(drains.far))) == {4}
+        second.set()
+        assert await drainer.finish() == []
+
+    drains.run(body, strategy=Doors)
+    assert [each.step for each in drains.told] == [4, 4]
+    assert ckpt.sync.load(drains.far / "4") == {"w": 1}
+
+
+def test_an_outcome_tells_which_save_it_is_about(drains: Drains) -> None:
+    """Who has asked may have saved the step anew meanwhile."""
+
+    async def body(drainer: Drainer) -> None:
+        await drainer.request(3, "asked")
+        await drainer.finish()
+        shutil.rmtree(drains.near / "4")
+        assert not await drainer.request(4, "gone")
+
+    drains.run(body)
+    (copied, gone) = drains.told
+    assert copied.save == saved_at(drains.far / "3")
+    assert (gone.outcome, gone.save) == ("deleted", "gone")
 
 
 def test_too_many_steps_are_given_up_but_not_those_that_are_pinned(drains: Drains) -> None:
