@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from benchmarks import blocked, heartbeat, machine, overlap, results, tables, throughput
+from benchmarks import blocked, first_save, heartbeat, machine, overlap, results, tables, throughput
 from benchmarks.__main__ import default_dir
 from benchmarks.figures import write_between
 from benchmarks.processes import in_new_process
@@ -60,6 +60,7 @@ _SCENARIOS: Mapping[str, tuple[Callable[[Setting], Scenario], int]] = {
     overlap.NAME: (_overlap, 5),
     _MIXED.name: (partial(throughput.run, workload=_MIXED), 3),
     blocked.NAME: (blocked.run, 5),
+    first_save.NAME: (first_save.run, 3),
     heartbeat.NAME: (heartbeat.run, 3),
 }
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,9 @@ from ckpt._settings import StagingMode
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.leaf_specs import CheckpointLeaf, LeafSpec, scalar_array
 from ckpt.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ckpt._engine.memory.leaf_stacks import StackRow
 
 Array = np.ndarray[Any, Any]
 # Source of the copy of a chunk: a leaf, or the object that a snapshot holds instead.
@@ -44,6 +47,10 @@ _EXPORTED = frozenset(
         *("float16", "float32", "float64", "complex64", "complex128"),
     }
 )
+# Small arrays are stacked if there are so many of one kind: with fewer, compiling costs more than
+# the first two saves gain. Programs copy these dtypes bit for bit, whether jax has 64 bits or not.
+_LEAST_STACKED = 256
+_STACKED_DTYPES = frozenset({"float32", "bfloat16", "float16", "int32", "uint32"})
 # Several managers, each with threads of its own, may save one array.
 _ASKING = threading.Lock()
 # Dtypes narrower than a byte: jax packs several elements into one, and unpacks them for the host.
@@ -362,14 +369,18 @@ def _packed_bytes(
     # Checked once for each sharding: thousands of leaves share a few.
     shardings = {id(spec.sharding): spec.sharding for spec in specs if spec.sharding is not None}
     viewable = {n for n, s in shardings.items() if _is_host(s) and len(s.device_set) == 1}
-    # All other transfers start before the first is waited for.
-    shards = {
-        number: _begin_gather(leaf)
-        for number, (spec, leaf) in enumerate(zip(specs, leaves, strict=True))
+    moving = [
+        number
+        for number, spec in enumerate(specs)
         if spec.sharding is not None and id(spec.sharding) not in viewable
-    }
+    ]
+    # All transfers start before the first is waited for.
+    rows = _stack_small(moving, specs, leaves) if moving else {}
+    shards = {number: _begin_gather(leaves[number]) for number in moving if number not in rows}
     for number, (spec, leaf) in enumerate(zip(specs, leaves, strict=True)):
-        if number in shards:
+        if number in rows:
+            array = rows.pop(number).on_host()
+        elif number in shards:
             array = _gathered(spec.shape, shards.pop(number))
         elif spec.sharding is not None and spec.cast_from is None and spec.dtype in _EXPORTED:
             # Takes half the time of a view by way of numpy.
@@ -394,6 +405,29 @@ def _packed_bytes(
         # In memory every byte but 0 is true; TensorStore stores 0 or 1.
         flat = array.reshape(-1).view(np.uint8)
         yield ((flat != 0).view(np.uint8) if spec.dtype == "bool" else flat).data
+
+
+def _stack_small(
+    moving: Iterable[int], specs: Sequence[LeafSpec], leaves: Sequence[Any]
+) -> dict[int, StackRow]:
+    """Stack the leaves of which there are many of one kind; return their rows by number."""
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for number in moving:
+        spec = specs[number]
+        alike[id(spec.sharding), spec.shape, spec.cast_from or spec.dtype].append(number)
+    found: dict[int, StackRow] = {}
+    for (_, _, dtype), numbers in alike.items():
+        sharding = specs[numbers[0]].sharding
+        assert sharding is not None
+        if len(numbers) < _LEAST_STACKED or dtype not in _STACKED_DTYPES or _is_host(sharding):
+            continue
+        if sharding.is_fully_replicated:
+            # Imported only here: few states have so many.
+            from ckpt._engine.memory.leaf_stacks import stack_rows
+
+            arrays = [_shard(leaves[number], 0) for number in numbers]
+            found |= zip(numbers, stack_rows(arrays, to_page_locked), strict=False)
+    return found
 
 
 def _begin_gather(leaf: jax.Array) -> list[tuple[tuple[slice, ...], jax.Array]]:
