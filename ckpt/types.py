@@ -20,7 +20,7 @@ from ckpt._steps.pins import Pin
 from ckpt._steps.removal.trash import TrashedStep
 from ckpt._steps.step_metadata import ItemInfo, LeafInfo
 from ckpt._tree.classes import UnknownNode
-from ckpt._vitals.signs import LeafSigns
+from ckpt._vitals.records import LeafSigns
 
 __all__ = [
     "Arrival",

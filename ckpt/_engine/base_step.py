@@ -38,8 +38,6 @@ class SavedItem(Struct, frozen=True, eq=False):
             caller's to free; None for anything but jax arrays, because only those cannot change in
             place.
         files: Its data files, by path relative to the item.
-        compared: Numbers of the leaves whose replicas were compared, by this save or by an earlier
-            save of the same arrays.
         is_first: True if no earlier step was known, so that any of its arrays may stay the same.
     """
 
@@ -47,7 +45,6 @@ class SavedItem(Struct, frozen=True, eq=False):
     chunks: BaseChunks
     arrays: Sequence[weakref.ref[Any] | None]
     files: Mapping[str, FileEntry]
-    compared: frozenset[int] = frozenset()
     is_first: bool = False
 
     def of_leaves(self, same: Sequence[int]) -> ItemReport | None:
@@ -168,7 +165,6 @@ def saved_item(
     arrays: Sequence[weakref.ref[Any] | None],
     files: Mapping[str, FileEntry],
     before: SavedItem | None,
-    compared: frozenset[int] = frozenset(),
 ) -> SavedItem:
     """Return an item as it was written.
 
@@ -178,7 +174,6 @@ def saved_item(
         arrays: See `SavedItem`.
         files: See `SavedItem`.
         before: The same item of the step before; None if unknown.
-        compared: See `SavedItem`.
     """
     # A chunk that stayed the same once is expected to do so again; without a step before, all may.
     same = np.ones(len(report.rows), np.bool_)
@@ -186,7 +181,7 @@ def saved_item(
         same = before.chunks.same_again(report)
     sizes = [files[path].size for path in report.files]
     chunks = BaseChunks(plan.leaves, report, sizes, same)
-    return SavedItem(plan, chunks, arrays, files, compared, before is None)
+    return SavedItem(plan, chunks, arrays, files, before is None)
 
 
 def references(leaves: Sequence[Any]) -> list[weakref.ref[Any] | None]:

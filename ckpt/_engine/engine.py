@@ -8,17 +8,17 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from msgspec import Struct, field
 
 from ckpt._engine.base_step import BaseStep
+from ckpt._engine.chunk_extensions import ChunkExtension
 from ckpt._engine.memory.arena import Arena
 from ckpt._engine.memory.buffers import Buffers
 from ckpt._engine.plan_cache import PlanCache
-from ckpt._engine.signs.kernels import Kernels
 from ckpt._events import Observer
-from ckpt._settings import SignsPlace, Staging
-from ckpt._tree.patterns import Pattern
+from ckpt._settings import Staging
 from ckpt.handlers._registry import Handlers
 
 logger = logging.getLogger("ckpt")
@@ -49,18 +49,16 @@ class Engine(Struct):
         arena: The staging memory.
         buffers: Source of the memory of restored arrays.
         plans: Plans of earlier saves.
-        vital_signs: Place where saves take the vital signs of arrays; None if nowhere.
+        extensions: What notes something about the chunks of arrays.
+        extension_states: Objects that extensions keep from call to call, by name of the extension.
         now_ns: Clock, in Unix nanoseconds.
         versions: Versions of the libraries that write.
-        frozen: Patterns of leaves that are checked for changes before they are copied from devices.
-        kernels: Kernels that take vital signs on devices.
         base_step: The last step that was saved, or until then the last that was restored; the next
             save can share its files.
         damaged: Data files of the root that are known to be damaged, by path relative to their
             step. Their names are random, so a file of that name is the same file in every step.
         writes_later: True if nothing is written while a caller waits: writes to memory would take
             cores from the copies that it waits for.
-        odd_leaves: Names of the leaves in which the last save found values that are not finite.
     """
 
     staging: Staging
@@ -69,14 +67,12 @@ class Engine(Struct):
     arena: Arena
     buffers: Buffers
     plans: PlanCache = field(default_factory=PlanCache)
-    vital_signs: SignsPlace | None = None
+    extensions: tuple[ChunkExtension, ...] = ()
+    extension_states: dict[str, Any] = field(default_factory=dict)
     now_ns: Callable[[], int] = time.time_ns
     versions: dict[str, str] = field(default_factory=lambda: dict(_known_versions()))
-    frozen: tuple[Pattern, ...] = ()
-    kernels: Kernels = field(default_factory=Kernels)
     base_step: BaseStep | None = None
     damaged: set[str] = field(default_factory=set)
-    odd_leaves: frozenset[str] = frozenset()
     writes_later: bool = False
 
     def distrust(self, files: Iterable[str], why: str) -> None:

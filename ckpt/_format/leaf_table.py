@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, overload
 
 import numpy as np
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from ckpt._vitals.signs import SIGNS, UNKNOWN, LeafSigns, no_signs, record_of, signs_of
+if TYPE_CHECKING:
+    from ckpt._vitals.records import LeafSigns
 
 Value = str | bool | None
 Length = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -34,6 +35,8 @@ _ABSENT = -1
 _OFFSET = np.dtype("<i8")
 _NUMBER = np.dtype("<u4")
 _NONE: Integers = np.empty(0, np.int64)
+# Norm of a leaf without vital signs.
+UNKNOWN_NORM = -1.0
 
 
 class LeafForm(Struct, frozen=True, omit_defaults=True, gc=False):
@@ -166,28 +169,6 @@ class LeafColumns(Struct, frozen=True, omit_defaults=True):
     unequal: list[tuple[Number, list[Number]]] = []
 
 
-def _read_signs(columns: LeafColumns) -> Records:
-    """Return the records of the vital signs in a file.
-
-    Raises:
-        ValueError: The columns do not fit each other.
-    """
-    sizes = {8 * len(columns.names), *map(len, (columns.fingerprints, columns.norms))}
-    listed = dict(columns.nonfinite)
-    if not (columns.fingerprints or columns.norms or columns.absmax or listed):
-        return no_signs(0)
-    if sizes != {len(columns.absmax)} or any(number >= len(columns.names) for number in listed):
-        raise ValueError("the columns of the vital signs do not fit each other")
-    if len(listed) != len(columns.nonfinite):
-        raise ValueError("a leaf with values that are not finite is listed twice")
-    signs = np.zeros(len(columns.names), SIGNS)
-    signs["fingerprint"] = np.frombuffer(columns.fingerprints, "<u4").reshape(-1, 2)
-    signs["norm"] = np.frombuffer(columns.norms, "<f8")
-    signs["absmax"] = np.frombuffer(columns.absmax, "<f8")
-    signs["nonfinite"][list(listed)] = list(listed.values())
-    return signs
-
-
 class LeafTable(Sequence[LeafEntry]):
     """The leaves of an item; a sequence of `LeafEntry`.
 
@@ -202,7 +183,6 @@ class LeafTable(Sequence[LeafEntry]):
         lengths: Bytes of every encoded chunk; empty if there are no encoded chunks.
         same_as: Leaves that are the same array as an earlier leaf, with the number of that leaf.
         values: Leaves with a value.
-        signs: The record of the vital signs of every leaf; empty if none are known.
         unequal: Leaves whose replicas were not equal, each with processes; see `LeafEntry`.
 
     Example:
@@ -214,6 +194,7 @@ class LeafTable(Sequence[LeafEntry]):
 
     __slots__ = (
         "_entries",
+        "_signs",
         "digests",
         "files",
         "firsts",
@@ -223,7 +204,6 @@ class LeafTable(Sequence[LeafEntry]):
         "names",
         "offsets",
         "same_as",
-        "signs",
         "unequal",
         "values",
     )
@@ -257,15 +237,15 @@ class LeafTable(Sequence[LeafEntry]):
         self.same_as: Mapping[int, int] = same_as or {}
         self.values: Mapping[int, Value] = values or {}
         # Signs that no array can have stay, for `verify` to report.
-        is_known = signs is not None and bool((signs["norm"] != UNKNOWN).any())
-        self.signs: Records = signs if signs is not None and is_known else no_signs(0)
+        is_known = signs is not None and bool((signs["norm"] != UNKNOWN_NORM).any())
+        self._signs: Records | None = signs if is_known else None
         self.unequal: Mapping[int, tuple[int, ...]] = unequal or {}
         self._entries: list[LeafEntry] | None = None
         count = len(names)
         if len(self.form) != count or (count and not 0 <= self.form.max() < len(forms)):
             raise ValueError(f"{count} names and {len(self.form)} forms do not fit each other")
-        if len(self.signs) not in (0, count):
-            raise ValueError(f"{count} leaves and {len(self.signs)} vital signs do not fit")
+        if self._signs is not None and len(self._signs) != count:
+            raise ValueError(f"{count} leaves and {len(self._signs)} vital signs do not fit")
         if any(not 0 <= number < count for number in self.values):
             raise ValueError("a value is of a leaf that does not exist")
         if any(not 0 <= number < count for number in self.unequal):
@@ -312,6 +292,8 @@ class LeafTable(Sequence[LeafEntry]):
             assert ckpt.manifest.LeafTable.of(list(leaves)) == leaves
             ```
         """
+        from ckpt._vitals.records import records_of
+
         leaves = list(entries)
         numbers: dict[LeafForm, int] = {}
         form = [numbers.setdefault(leaf.form, len(numbers)) for leaf in leaves]
@@ -352,7 +334,7 @@ class LeafTable(Sequence[LeafEntry]):
             np.array(lengths if any(lengths) else (), np.int64),
             {n: leaf.same_as for n, leaf in enumerate(leaves) if leaf.same_as is not None},
             {n: leaf.value for n, leaf in enumerate(leaves) if leaf.value is not None},
-            np.array([record_of(leaf.vital_signs) for leaf in leaves], SIGNS),
+            records_of([leaf.vital_signs for leaf in leaves]),
             {n: tuple(leaf.unequal_on) for n, leaf in enumerate(leaves) if leaf.unequal_on},
         )
 
@@ -413,12 +395,25 @@ class LeafTable(Sequence[LeafEntry]):
             self.lengths.astype(_OFFSET).tobytes() if self.lengths.any() else b"",
             sorted(self.same_as.items()),
             sorted(self.values.items()),
-            self.signs["fingerprint"].tobytes(),
-            self.signs["norm"].tobytes(),
-            self.signs["absmax"].tobytes(),
-            [(n, int(self.signs["nonfinite"][n])) for n in self.nonfinite()],
+            *self._written_signs(),
             [(n, list(processes)) for n, processes in sorted(self.unequal.items())],
         )
+
+    def _written_signs(self) -> tuple[bytes, bytes, bytes, list[tuple[int, int]]]:
+        if self._signs is None:
+            return b"", b"", b"", []
+        from ckpt._vitals.records import written
+
+        return written(self._signs)
+
+    @property
+    def signs(self) -> Records:
+        """The record of the vital signs of every leaf; empty if none are known."""
+        if self._signs is None:
+            from ckpt._vitals.records import no_signs
+
+            return no_signs(0)
+        return self._signs
 
     def nonfinite(self) -> list[int]:
         """Return the numbers of the leaves that are known to have NaN or infinite values.
@@ -428,7 +423,9 @@ class LeafTable(Sequence[LeafEntry]):
             assert manifest.items["default"].leaves.nonfinite() == []
             ```
         """
-        found: list[int] = np.flatnonzero(self.signs["nonfinite"]).tolist()
+        if self._signs is None:
+            return []
+        found: list[int] = np.flatnonzero(self._signs["nonfinite"]).tolist()
         return found
 
     def unchecked(self) -> Integers:
@@ -530,9 +527,32 @@ class LeafTable(Sequence[LeafEntry]):
                         form.impl,
                         None,
                         values.get(number),
-                        signs_of(self.signs[number]) if len(self.signs) else None,
+                        None if self._signs is None else signs_at(self, number),
                         self.unequal.get(number, ()),
                     )
                 )
             self._entries = entries
         return self._entries
+
+
+def _read_signs(columns: LeafColumns) -> Records | None:
+    given = columns.fingerprints, columns.norms, columns.absmax, columns.nonfinite
+    if not any(given):
+        return None
+    from ckpt._vitals.records import read
+
+    return read(len(columns.names), *given)
+
+
+def has_signs(table: LeafTable) -> bool:
+    """Return True if the vital signs of some leaf are known."""
+    return table._signs is not None
+
+
+def signs_at(table: LeafTable, number: int) -> LeafSigns | None:
+    """Return the vital signs of a leaf; None if they are unknown."""
+    if table._signs is None:
+        return None
+    from ckpt._vitals.records import signs_of
+
+    return signs_of(table._signs[number])

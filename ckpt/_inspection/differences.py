@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from ckpt._format.leaf_table import LeafForm, LeafTable
+from ckpt._format.leaf_table import LeafForm, LeafTable, signs_at
 from ckpt._format.manifest import Manifest
 from ckpt._format.metrics import flat_metrics
 from ckpt._inspection.leaf_records import LeafRecord, records_of
@@ -26,7 +26,7 @@ from ckpt._plan.unchanged.compared_leaves import (
     contents_of,
 )
 from ckpt._tree.boxes import unboxed_names
-from ckpt._vitals.signs import LeafSigns, signs_of
+from ckpt._vitals.records import LeafSigns
 from ckpt.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ def _unlike_arrays(
     ):
         form = tables[0].forms[int(tables[0].form[first])]
         before, after = (
-            None if form.kind == "key" else _signs(table, number)
+            None if form.kind == "key" else signs_at(table, number)
             for table, number in zip(tables, (first, second), strict=True)
         )
         compared = ComparedArray(
@@ -311,10 +311,6 @@ def _unlike_arrays(
             signs=None if before is None or after is None else (before, after),
         )
         yield PairedArray(name, compared, Verdict(verdict), (first, second), form)
-
-
-def _signs(table: LeafTable, number: int) -> LeafSigns | None:
-    return signs_of(table.signs[number]) if len(table.signs) else None
 
 
 def _items(manifests: _Manifests, resized: set[str]) -> Iterator[ChangedText]:

@@ -12,7 +12,7 @@ from ckpt._format.metrics import flat_metrics
 from ckpt._inspection.json_values import finite, time_of
 from ckpt._inspection.locations import Checkpoint
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
-from ckpt._tree.unhealthy_leaves import nonfinite_leaves, unequal_leaves
+from ckpt._vitals.stored_signs import nonfinite_leaves, unequal_leaves
 
 
 class ItemSummary(Struct, frozen=True):

@@ -27,8 +27,6 @@ from ckpt._plan.write_batches import FileSpans, WriteBatch
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, SCALAR_KINDS
 from ckpt._tree.leaf_names import orbax_folder, orbax_names, same_name
 from ckpt._tree.leaf_specs import CheckpointLeaf, LeafSpec, encode_scalar
-from ckpt._vitals.replicas import no_copies, unequal_leaves
-from ckpt._vitals.signs import join_signs, no_signs
 from ckpt.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
@@ -54,6 +52,26 @@ class PlannedTree(Struct, frozen=True):
     values: Sequence[Any]
 
 
+class ChunkNotes(Struct, frozen=True, eq=False):
+    """The notes of one extension on the chunks of a report.
+
+    Attributes:
+        records: `[chunks]`, a record for each chunk.
+        blank: The record of a chunk that nothing is known of.
+        others: Records of the extension beside those; the field `leaf` has the number of a leaf.
+        seen: Numbers of the leaves of which `records` and `others` say all; not sent to others.
+    """
+
+    records: Array
+    blank: Array
+    others: Array
+    seen: frozenset[int] = frozenset()
+
+    def of_chunks(self, chosen: Array) -> ChunkNotes:
+        """Return the notes on some chunks; `chosen` is an index of arrays."""
+        return ChunkNotes(self.records[chosen], self.blank, self.others[:0])
+
+
 class ItemReport(Struct, frozen=True, eq=False):
     """The report of one writer on the chunks of an item.
 
@@ -63,15 +81,13 @@ class ItemReport(Struct, frozen=True, eq=False):
             number of its `file`, its `offset` in the file, and its `length` if it is encoded, else
             0.
         digests: `[chunks, 16] uint8`, the digest of each chunk.
-        signs: `[chunks]`, a record of vital signs for each chunk; empty if they were not taken.
-        copies: Replicated chunks on the devices of the writer; see `ckpt._vitals.replicas`.
+        notes: The notes of extensions on the chunks, by name of the extension.
     """
 
     files: tuple[str, ...]
     rows: Array
     digests: Array
-    signs: Array = no_signs(0)
-    copies: Array = no_copies()
+    notes: Mapping[str, ChunkNotes] = {}
 
     def without_chunks(self, chunks: Set[tuple[int, int]]) -> ItemReport:
         """Return the report without some chunks, and without files that have no others.
@@ -85,7 +101,26 @@ class ItemReport(Struct, frozen=True, eq=False):
         wanted = np.array([pair not in chunks for pair in pairs], np.bool_)
         is_kept = np.zeros(len(self.files), np.bool_)
         is_kept[rows["file"][wanted]] = True
-        return replace(of_files(self, is_kept, wanted), copies=self.copies)
+        found = of_files(self, is_kept, wanted)
+        notes = {
+            name: replace(each, others=self.notes[name].others)
+            for name, each in found.notes.items()
+        }
+        return replace(found, notes=notes)
+
+
+class MergedNotes(Struct, frozen=True, eq=False):
+    """The notes of one extension on the chunks of an item, by all of its writers.
+
+    Attributes:
+        leaves: `[chunks]`, number of the leaf of each chunk.
+        notes: The notes on these chunks.
+        are_whole: `[leaves] bool`, True if no process has a chunk of the leaf for itself.
+    """
+
+    leaves: Array
+    notes: ChunkNotes
+    are_whole: Array
 
 
 class ChunkTable(Struct, frozen=True):
@@ -99,9 +134,7 @@ class ChunkTable(Struct, frozen=True):
         files: Number of the data file of each chunk.
         lengths: Bytes of each encoded chunk; 0 for a plain one.
         data_files: Paths of the data files, relative to the item.
-        signs: The record of the vital signs of every leaf; empty if none are known.
-        unequal: Leaves whose replicas were not equal, with the processes whose values differ from
-            most.
+        notes: The notes of extensions on the chunks of all writers, by name of the extension.
     """
 
     firsts: Array
@@ -110,8 +143,7 @@ class ChunkTable(Struct, frozen=True):
     files: Array
     lengths: Array
     data_files: list[str]
-    signs: Array = no_signs(0)
-    unequal: Mapping[int, tuple[int, ...]] = {}
+    notes: Mapping[str, MergedNotes] = {}
 
     @staticmethod
     def blank(leaves: int) -> ChunkTable:
@@ -125,7 +157,7 @@ def report_chunks(
     files: Sequence[str],
     digests: Sequence[Sequence[str]] | None = None,
     spans: FileSpans | None = None,
-    signs: Array | None = None,
+    notes: Mapping[str, ChunkNotes] | None = None,
 ) -> ItemReport:
     """Return the report of a writer.
 
@@ -135,7 +167,7 @@ def report_chunks(
         digests: Digest of every chunk, by batch and in the order of its chunks; None if only the
             places matter.
         spans: The places of encoded chunks.
-        signs: The records of the vital signs of all chunks, in that order, if they were taken.
+        notes: The notes of extensions on all chunks, in that order.
     """
     rows: list[tuple[int, int, int, int, int]] = []
     for file, batch in enumerate(batches):
@@ -150,8 +182,7 @@ def report_chunks(
     else:
         raw = bytes.fromhex("".join(each for batch in digests for each in batch))
     every = np.frombuffer(raw, np.uint8).reshape(len(rows), DIGEST_BYTES)
-    signs = no_signs(0) if signs is None else signs
-    return ItemReport(tuple(files), np.array(rows, ROW), every, signs)
+    return ItemReport(tuple(files), np.array(rows, ROW), every, notes or {})
 
 
 def of_files(report: ItemReport, is_kept: Array, wanted: Array) -> ItemReport:
@@ -168,8 +199,8 @@ def of_files(report: ItemReport, is_kept: Array, wanted: Array) -> ItemReport:
     if len(rows):
         rows["file"] = (np.cumsum(is_kept) - 1)[rows["file"]]
     files = tuple(path for path, kept in zip(report.files, is_kept, strict=True) if kept)
-    signs = report.signs[chosen] if len(report.signs) else report.signs
-    return ItemReport(files, rows, report.digests[chosen], signs)
+    notes = {name: each.of_chunks(chosen) for name, each in report.notes.items()}
+    return ItemReport(files, rows, report.digests[chosen], notes)
 
 
 def merge_reports(
@@ -206,33 +237,30 @@ def merge_reports(
     digests = np.zeros((firsts[-1], DIGEST_BYTES), np.uint8)
     digests[places] = np.concatenate([report.digests for report in reports])
     data_files = [path for report in reports for path in report.files]
-    signs = _leaf_signs(reports, rows, np.diff(firsts), offsets, len(leaves))
-    unequal = unequal_leaves(np.concatenate([report.copies for report in reports]))
+    noted = join_notes(reports)
+    notes = {}
+    if noted:
+        are_whole = np.ones(len(leaves), np.bool_)
+        are_whole[np.repeat(np.arange(len(leaves)), np.diff(firsts))[offsets < 0]] = False
+        notes = {name: MergedNotes(rows["leaf"], each, are_whole) for name, each in noted.items()}
     raw = digests.tobytes()
-    return ChunkTable(firsts, raw, offsets, files, lengths, data_files, signs, unequal)
+    return ChunkTable(firsts, raw, offsets, files, lengths, data_files, notes)
 
 
-def all_signs(reports: Sequence[ItemReport]) -> Array:
-    """Return the records of the vital signs of all chunks; empty if no writer has taken them."""
-    if not any(len(report.signs) for report in reports):
-        return no_signs(0)
-    # Writers without vital signs contribute unknown records.
-    return np.concatenate(
-        [each.signs if len(each.signs) else no_signs(len(each.rows)) for each in reports]
-    )
-
-
-def _leaf_signs(
-    reports: Sequence[ItemReport], rows: Array, counts: Array, offsets: Array, leaves: int
-) -> Array:
-    """Return the vital signs of each leaf, joined over the chunks of all writers."""
-    every = all_signs(reports)
-    if not len(every):
-        return every
-    found = join_signs(every, rows["leaf"], leaves)
-    # For a leaf that is partly on the disks of other processes these are but a part.
-    owners = np.repeat(np.arange(leaves), counts)
-    found[owners[offsets < 0]] = no_signs(1)
+def join_notes(reports: Sequence[ItemReport]) -> dict[str, ChunkNotes]:
+    """Return the notes of each extension on the chunks of all reports, one after the other."""
+    found = {}
+    for name in dict.fromkeys(name for report in reports for name in report.notes):
+        noted = [report.notes[name] for report in reports if name in report.notes]
+        # Writers without the extension contribute blank records.
+        records = [
+            report.notes[name].records
+            if name in report.notes
+            else np.full(len(report.rows), noted[0].blank)
+            for report in reports
+        ]
+        others = np.concatenate([each.others for each in noted])
+        found[name] = ChunkNotes(np.concatenate(records), noted[0].blank, others)
     return found
 
 
@@ -365,15 +393,7 @@ def _leaf_table(tree: PlannedTree, stored: ChunkTable) -> tuple[LeafTable, list[
         kept = np.repeat(are_arrays, counts)
         digests = np.frombuffer(digests, f"V{DIGEST_BYTES}")[kept].tobytes()
         offsets, files, lengths = offsets[kept], files[kept], lengths[kept]
-    signs = stored.signs.copy()
-    if len(signs):
-        signs[list(values)] = no_signs(1)
-        signs[list(same_as)] = signs[list(same_as.values())]
-    unequal = dict(stored.unequal)
-    for number, source in same_as.items():
-        if source in unequal:
-            unequal[number] = unequal[source]
-    columns = (digests, offsets, files, lengths, same_as, values, signs, unequal)
+    columns = (digests, offsets, files, lengths, same_as, values)
     return LeafTable([leaf.name for leaf in tree.leaves], list(forms), form, *columns), described
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ckpt._format.array_format import CODECS
 from ckpt._format.dtypes import parse_dtype
-from ckpt._format.leaf_table import LeafForm, LeafTable
+from ckpt._format.leaf_table import LeafForm, LeafTable, has_signs
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.regions import chunk_grid
 from ckpt._tree.leaf_kinds import (
@@ -23,7 +23,6 @@ from ckpt._tree.leaf_kinds import (
     decode_scalar,
 )
 from ckpt._tree.leaf_names import MAX_DEPTH
-from ckpt._vitals.signs import UNKNOWN
 from ckpt.errors import CorruptCheckpointError, located
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -36,8 +35,6 @@ _MAX_LENGTH = 1 << 48
 _MAX_OFFSET = 1 << 62
 # Most bytes of an encoded chunk beyond twice its decoded size.
 _MOST_GROWTH = 1 << 16
-_MOST_FLOAT = float(np.finfo(np.float64).max)
-_MARGIN = 1 + 1e-4
 
 
 def check_leaves(item: ItemEntry) -> None:
@@ -59,7 +56,10 @@ def check_leaves(item: ItemEntry) -> None:
     chunks = np.array([_most_bytes(form) for form in table.forms] or [0], np.float64)
     owners = np.repeat(np.arange(len(table)), np.diff(table.firsts))
     _check_chunks(item, codecs[table.form][owners], chunks[table.form][owners], owners)
-    _check_signs(table)
+    if has_signs(table):
+        from ckpt._vitals.stored_signs import check_signs
+
+        check_signs(table)
     are_scalars = np.array([form.kind in SCALAR_KINDS for form in table.forms] or [False])
     for number in np.flatnonzero(are_scalars[table.form]).tolist():
         decode_scalar(table.bare(number))
@@ -128,45 +128,6 @@ def _check_chunks(item: ItemEntry, encoded: Flags, most: Floats, owners: Integer
             f"lengths {list(leaf.lengths[:8])} do not fit each other",
             leaf=leaf.name,
         )
-
-
-def _check_signs(table: LeafTable) -> None:
-    """Check that the vital signs of all leaves can be true."""
-    if not len(table.signs):
-        return
-    norm, absmax, nonfinite = (table.signs[name] for name in ("norm", "absmax", "nonfinite"))
-    sizes = [_most_nonfinite(form) for form in table.forms] or [(0.0, 0.0)]
-    elements, most = (
-        np.array(column, np.float64)[table.form] for column in zip(*sizes, strict=True)
-    )
-    nothing = (absmax == 0) & (nonfinite == 0) & ~table.signs["fingerprint"].any(axis=1)
-    # A comparison with NaN is false.
-    known = (norm >= 0) & (absmax >= 0) & (norm <= _MOST_FLOAT) & (nonfinite <= most)
-    # The norm is at least that of the largest value, and at most that of an array full of it; sums
-    # of squares are not exact.
-    with np.errstate(over="ignore", invalid="ignore"):
-        least, largest = absmax / _MARGIN, absmax * np.sqrt(np.maximum(elements, 1)) * _MARGIN
-        known &= (least <= norm) & (norm <= largest)
-    right = np.where(norm == UNKNOWN, nothing, known & (elements >= 0))
-    same = np.arange(len(table))
-    same[list(table.same_as)] = list(table.same_as.values())
-    right &= table.signs == table.signs[same]
-    if not right.all():
-        number = int(np.argmin(right))
-        raise CorruptCheckpointError(
-            f"its vital signs cannot be true: {nonfinite[number]} values that are not finite, "
-            f"norm {norm[number]}, and {absmax[number]} as the largest value",
-            leaf=table.names[number],
-        )
-
-
-def _most_nonfinite(form: LeafForm) -> tuple[float, float]:
-    """Return how many elements a leaf has, -1 if it is no array, and how many may be not finite."""
-    if form.kind not in ARRAY_KINDS:
-        return -1.0, 0.0
-    elements = float(math.prod(form.shape))
-    name = form.dtype or ""
-    return elements, elements if "float" in name or "complex" in name else 0.0
 
 
 def _first_of(table: LeafTable, chosen: Flags) -> str | None:

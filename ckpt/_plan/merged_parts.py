@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ckpt._format.manifest import JsonValue, Node
 from ckpt._plan.chunking import LeafPlan
-from ckpt._plan.item_reports import ItemReport, PlannedTree
+from ckpt._plan.item_reports import Array, ChunkNotes, ItemReport, PlannedTree
 from ckpt._tree.leaf_names import join_keys, sibling_names
 from ckpt._tree.static_values import decode_key
 from ckpt.errors import InvalidArgumentError
@@ -194,6 +194,13 @@ class _Numbering(Struct):
         return -number
 
 
+def _renumbered(notes: ChunkNotes, table: Array) -> ChunkNotes:
+    """Return notes with other numbers of leaves; `table` has the new number of each."""
+    others = notes.others.copy()
+    others["leaf"] = table[others["leaf"]]
+    return replace(notes, others=others)
+
+
 def merge_parts(
     merged: MergedTree, parts: Sequence[PlannedTree], reports: Sequence[ItemReport]
 ) -> tuple[PlannedTree, list[ItemReport]]:
@@ -226,7 +233,6 @@ def merge_parts(
     for table, report in zip(numbers, reports, strict=True):
         rows = report.rows.copy()
         rows["leaf"] = table[rows["leaf"]]
-        copies = report.copies.copy()
-        copies["leaf"] = table[copies["leaf"]]
-        moved.append(replace(report, rows=rows, copies=copies))
+        notes = {name: _renumbered(each, table) for name, each in report.notes.items()}
+        moved.append(replace(report, rows=rows, notes=notes))
     return PlannedTree(merged.nodes, leaves, values), moved

@@ -13,7 +13,6 @@ from ckpt._engine.memory.buffers import Buffers
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._events import GuardedObserver, Observer
 from ckpt._plan.format_rules import Formats, compile_formats
-from ckpt._plan.unchanged.frozen_leaves import frozen_patterns
 from ckpt._settings import Staging, Timeouts
 from ckpt.coordination._base import Coordinator, KeyValues
 from ckpt.coordination._jobs import default_coordinator
@@ -54,11 +53,9 @@ def extend(engine: Engine, extensions: Extensions) -> None:
     """Let an engine take what the extensions ask for."""
     if extensions in ((), []):
         return
-    from ckpt.extensions import vital_signs_of
+    from ckpt.extensions import open_extensions
 
-    signs = vital_signs_of(extensions)
-    if signs is not None:
-        engine.vital_signs, engine.frozen = signs.on, frozen_patterns(signs.frozen)
+    engine.extensions = open_extensions(extensions, engine.extension_states)
 
 
 def make_peers(

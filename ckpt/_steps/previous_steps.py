@@ -132,7 +132,7 @@ def _key(step: IndexedStep) -> tuple[str, int | None, int]:
 
 def _unhealthy_leaves(manifest: Manifest) -> _UnhealthyStep:
     # Imported here: this needs numpy, and lists of steps do without it.
-    from ckpt._tree.unhealthy_leaves import nonfinite_leaves, unequal_leaves
+    from ckpt._vitals.stored_signs import nonfinite_leaves, unequal_leaves
 
     return _UnhealthyStep(
         tuple(nonfinite_leaves(manifest)),

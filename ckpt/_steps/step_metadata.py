@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
 
 from ckpt._commit import StepInfo, step_info
 from ckpt._format.dtypes import DTYPES
-from ckpt._format.leaf_table import LeafForm
+from ckpt._format.leaf_table import LeafForm, signs_at
 from ckpt._format.manifest import ItemEntry, JsonValue, Manifest, ShardingEntry
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._tree.boxes import unboxed_names
@@ -20,8 +20,10 @@ from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, UNREADABLE, decode_scal
 from ckpt._tree.shardings import ShardingTree, spread
 from ckpt._tree.table import LeafRow, format_bytes, html_table, sharding_text, text_table
 from ckpt._tree.unflatten import unflatten
-from ckpt._vitals.signs import LeafSigns, signs_of
 from ckpt.errors import CorruptCheckpointError, StepNotFoundError
+
+if TYPE_CHECKING:
+    from ckpt._vitals.records import LeafSigns
 
 logger = logging.getLogger("ckpt")
 
@@ -324,7 +326,7 @@ def _describe_leaf(paths: Sequence[str], number: int, form: LeafForm, item: Item
         form.weak_type,
         None if same_as is None else paths[same_as],
         None if form.sharding is None else item.shardings[form.sharding],
-        vital_signs=signs_of(item.leaves.signs[number]) if len(item.leaves.signs) else None,
+        vital_signs=signs_at(item.leaves, number),
         unequal_on=item.leaves.unequal.get(number, ()),
     )
 

@@ -7,45 +7,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from msgspec import Struct
 
 from ckpt._vitals.fingerprint import PIECE_WORDS, folded_words, pieces_of, sum_of
 from ckpt._vitals.magnitudes import flat_magnitudes, joined_norm, magnitudes
+from ckpt._vitals.records import SIGNS, UNKNOWN, Array, are_known
 from ckpt._vitals.weights import CHANNELS, column_factors, row_factors
 
-Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-# The signs of a box, or of an array. A norm of -1 means that they are unknown.
-SIGNS = np.dtype(
-    [("fingerprint", "<u4", (CHANNELS,)), ("nonfinite", "<u8"), ("norm", "<f8"), ("absmax", "<f8")]
-)
-UNKNOWN = -1.0
-
-
-class LeafSigns(Struct, frozen=True, gc=False):
-    """Figures about the values of an array, the same however it is sharded and cut into chunks.
-
-    Attributes:
-        fingerprint: 16 hex digits. Two arrays of one shape and dtype have different fingerprints if
-            they differ in a single bit, and the same one if they are equal.
-        nonfinite: Number of values that are NaN or infinite.
-        norm: Square root of the sum of the squares of the finite values.
-        absmax: Largest absolute value of the finite values.
-
-    Example:
-        ```python
-        extensions = [ckpt.extensions.VitalSigns()]
-        info = await ckpt.save("runs/signed", {"w": jnp.ones(4)}, extensions=extensions)
-        signs = (await ckpt.metadata(info.path)).tree["w"].vital_signs
-        assert (signs.nonfinite, signs.norm) == (0, 2.0)
-        ```
-    """
-
-    fingerprint: str
-    nonfinite: int
-    norm: float
-    absmax: float
 
 
 class Taker(Protocol):
@@ -53,42 +21,6 @@ class Taker(Protocol):
 
     def __call__(self, data: memoryview, /) -> object:
         """Take the next bytes."""
-
-
-def no_signs(count: int) -> Array:
-    """Return records of arrays whose signs are unknown."""
-    found = np.zeros(count, SIGNS)
-    found["norm"] = UNKNOWN
-    return found
-
-
-def are_known(records: Array) -> Array:
-    """Return, for each record, whether it has signs; impossible numbers do not count."""
-    norm, absmax = records["norm"], records["absmax"]
-    known: Array = np.isfinite(norm) & (norm >= 0) & np.isfinite(absmax) & (absmax >= 0)
-    return known
-
-
-def signs_of(record: Array) -> LeafSigns | None:
-    """Return the signs of one record; None if it has none."""
-    if not are_known(record):
-        return None
-    (one, two), nonfinite, norm, absmax = record.tolist()
-    return LeafSigns(f"{two:08x}{one:08x}", nonfinite, norm, absmax)
-
-
-def record_of(signs: LeafSigns | None) -> Array:
-    """Return the record of signs; the inverse of `signs_of`.
-
-    Raises:
-        ValueError: The fingerprint has not 16 hex digits.
-    """
-    if signs is None:
-        return no_signs(1).reshape(())
-    if len(signs.fingerprint) != 16:
-        raise ValueError(f"a fingerprint has 16 hex digits, not {signs.fingerprint!r:.40}")
-    words = int(signs.fingerprint[8:], 16), int(signs.fingerprint[:8], 16)
-    return np.array((words, signs.nonfinite, signs.norm, signs.absmax), SIGNS)
 
 
 def box_signs(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
 
 from ckpt._arguments import invalid, one_of
-from ckpt._plan.unchanged.frozen_leaves import frozen_patterns
 from ckpt._settings import SignsPlace
 from ckpt.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from ckpt._format.leaf_table import LeafTable
+    from ckpt._plan.item_reports import MergedNotes
+    from ckpt._plan.targets import ArrayRead
+    from ckpt._vitals.extension.kernels import Kernels
+    from ckpt._vitals.extension.signs_of_saves import SignsOfManager
 
 __all__ = ["VitalSigns"]
 
@@ -46,6 +53,8 @@ class VitalSigns:
     frozen: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        from ckpt._vitals.extension.frozen_leaves import frozen_patterns
+
         one_of("on", self.on, get_args(SignsPlace), of="VitalSigns")
         if frozen_patterns(self.frozen) and self.on == "host":
             raise InvalidArgumentError(
@@ -57,8 +66,12 @@ class VitalSigns:
 Extensions = Sequence[VitalSigns]
 
 
-def vital_signs_of(extensions: Extensions) -> VitalSigns | None:
-    """Return the vital signs among extensions; None if there are none.
+def open_extensions(extensions: Extensions, states: dict[str, Any]) -> tuple[SignsOfManager, ...]:
+    """Return the extensions of a manager or a call, ready for its saves.
+
+    Args:
+        extensions: The extensions, as users give them.
+        states: Objects that they keep from call to call, by name.
 
     Raises:
         InvalidArgumentError: This is no list of extensions, or has one twice.
@@ -72,7 +85,44 @@ def vital_signs_of(extensions: Extensions) -> VitalSigns | None:
             raise invalid("extensions", each, expected)
     if len(extensions) > 1:
         raise invalid("extensions", extensions, "VitalSigns at most once")
-    return extensions[0] if extensions else None
+    from ckpt._vitals.extension.frozen_leaves import frozen_patterns
+    from ckpt._vitals.extension.signs_of_saves import SignsOfManager
+
+    return tuple(
+        SignsOfManager(each.on, frozen_patterns(each.frozen), _kernels_in(states))
+        for each in extensions
+    )
+
+
+def merge_notes(name: str, table: LeafTable, notes: MergedNotes) -> LeafTable:
+    """Return the leaves of an item with what an extension has noted of their chunks.
+
+    Args:
+        name: Name of the extension.
+        table: The leaves.
+        notes: Its notes on the chunks of all writers.
+    """
+    from ckpt._vitals.extension.merged_signs import NAME, with_signs
+
+    assert name == NAME
+    return with_signs(table, notes)
+
+
+def device_check(
+    states: dict[str, Any],
+) -> Callable[[LeafTable, Sequence[ArrayRead], Sequence[Any]], None]:
+    """Return the function that compares restored arrays on devices; see `check_arrays`."""
+    from ckpt._vitals.extension.restored_arrays import check_arrays
+
+    return partial(check_arrays, _kernels_in(states))
+
+
+def _kernels_in(states: dict[str, Any]) -> Kernels:
+    from ckpt._vitals.extension.kernels import Kernels
+    from ckpt._vitals.extension.merged_signs import NAME
+
+    found: Kernels = states.setdefault(NAME, Kernels())
+    return found
 
 
 def __dir__() -> list[str]:

@@ -1,12 +1,12 @@
-"""Contents of a staged batch: digests and vital signs of its chunks.
+"""Contents of a staged batch: the digests of its chunks, and the records of extensions.
 
-The functions run in worker threads. Each byte is read once, in pieces that fit a processor's cache.
+The functions run in worker threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
@@ -15,10 +15,11 @@ from ckpt._format.digests import digest, new_digest
 from ckpt._format.dtypes import DTYPES
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.write_batches import Chunk, WriteBatch
-from ckpt._vitals.signs import SIGNS, Array, box_signs, no_signs, whole_signs
 
-# Bytes of small arrays whose signs are taken together.
-_TOGETHER_BYTES = 1 << 19
+if TYPE_CHECKING:
+    from ckpt._engine.chunk_extensions import NotesOfItem
+
+Array = np.ndarray[Any, Any]
 
 
 class BatchContents(Struct, frozen=True, eq=False):
@@ -26,51 +27,45 @@ class BatchContents(Struct, frozen=True, eq=False):
 
     Attributes:
         digests: Digest of the logical bytes of every chunk.
-        signs: `[chunks]`, a record of vital signs for each chunk; empty if they were not taken.
+        records: `[chunks]`, the record of each chunk, by name of the extension.
     """
 
     digests: list[str]
-    signs: Array
+    records: Mapping[str, Array] = {}
+
+    def of_chunks(self, chosen: Sequence[int]) -> BatchContents:
+        """Return the contents of some chunks, by their numbers in the batch."""
+        records = {name: each[list(chosen)] for name, each in self.records.items()}
+        return BatchContents([self.digests[at] for at in chosen], records)
 
 
-NO_CONTENTS = BatchContents([], no_signs(0))
-
-
-class KnownSigns(Protocol):
-    """Vital signs that were taken elsewhere."""
-
-    def record(self, leaf: int, chunk: int, /) -> Array | None:
-        """Return the record of a chunk; None if the host is to take it."""
+NO_CONTENTS = BatchContents([])
 
 
 def batch_contents(
-    batch: WriteBatch, plans: Sequence[LeafPlan], memory: Array, signs: KnownSigns | None
+    batch: WriteBatch,
+    plans: Sequence[LeafPlan],
+    memory: Array,
+    extensions: Mapping[str, NotesOfItem],
 ) -> BatchContents:
     """Return the contents of a batch in `memory`, which is `[batch.nbytes] uint8`.
 
-    `plans` are those of all leaves of the item. `signs` are the known vital signs; None if none are
-    to be taken.
+    `plans` are those of all leaves of the item; `extensions` note records, by name.
     """
-    if batch.packed and signs is not None:
-        return BatchContents(
-            [digest(_logical(chunk, plans, memory).data) for chunk in batch.chunks],
-            _packed_signs(batch, plans, memory),
-        )
-    if signs is None:
-        digests = [digest(_logical(chunk, plans, memory).data) for chunk in batch.chunks]
-        return BatchContents(digests, no_signs(0))
-    digests, records = [], np.empty(len(batch.chunks), SIGNS)
-    for number, chunk in enumerate(batch.chunks):
-        digester, region = new_digest(), chunk.region
-        dtype = DTYPES[plans[chunk.leaf].spec.dtype or ""]
-        data, known = _logical(chunk, plans, memory), signs.record(chunk.leaf, chunk.number)
-        if known is None:
-            known = box_signs(data, region.offset, region.shape, dtype, digester.update)
-        else:
-            digester.update(data.data)
-        records[number] = known
-        digests.append(digester.hexdigest())
-    return BatchContents(digests, records)
+
+    def bytes_of(chunk: Chunk) -> Array:
+        return _logical(chunk, plans, memory)
+
+    if not extensions:
+        return BatchContents([digest(bytes_of(chunk).data) for chunk in batch.chunks])
+    digesters = [new_digest() for _ in batch.chunks]
+    # The first extension hands the bytes on while they are in the processor's cache.
+    takes: Sequence[Callable[[memoryview], object]] = [each.update for each in digesters]
+    records = {}
+    for name, each in extensions.items():
+        records[name] = each.records(batch, bytes_of, takes)
+        takes = [len] * len(batch.chunks)
+    return BatchContents([each.hexdigest() for each in digesters], records)
 
 
 def _logical(chunk: Chunk, plans: Sequence[LeafPlan], memory: Array) -> Array:
@@ -82,25 +77,3 @@ def _logical(chunk: Chunk, plans: Sequence[LeafPlan], memory: Array) -> Array:
     whole = stored.view(DTYPES[plan.spec.dtype or ""]).reshape(plan.chunk)
     inside = whole[tuple(slice(n) for n in chunk.region.shape)]
     return np.ascontiguousarray(inside).reshape(-1).view(np.uint8)
-
-
-def _packed_signs(batch: WriteBatch, plans: Sequence[LeafPlan], memory: Array) -> Array:
-    """Return the records of small leaves; equal shapes and dtypes are taken together."""
-    signs = np.zeros(len(batch.chunks), SIGNS)
-    # Keyed by shape and dtype, of which thousands of leaves have a few.
-    alike: dict[tuple[tuple[int, ...], str], list[int]] = {}
-    for number, chunk in enumerate(batch.chunks):
-        spec = plans[chunk.leaf].spec
-        if chunk.nbytes:
-            alike.setdefault((spec.shape, spec.dtype or ""), []).append(number)
-    for (shape, dtype), numbers in alike.items():
-        nbytes = batch.chunks[numbers[0]].nbytes
-        step = max(_TOGETHER_BYTES // nbytes, 1)
-        for start in range(0, len(numbers), step):
-            some = numbers[start : start + step]
-            arrays = np.empty((len(some), nbytes), np.uint8)
-            for row, number in enumerate(some):
-                offset = batch.chunks[number].offset
-                arrays[row] = memory[offset : offset + nbytes]
-            signs[some] = whole_signs(arrays, shape, DTYPES[dtype])
-    return signs

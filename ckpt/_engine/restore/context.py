@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import anyio
 from msgspec import Struct, field
@@ -11,8 +12,10 @@ from ckpt._engine.engine import Engine
 from ckpt._engine.restore.shared_reads import Broadcast
 from ckpt._engine.restore.step_files import OtherCopies, OwnFiles, StepFiles
 from ckpt._events import EventRecorder, Observer
+from ckpt._format.leaf_table import LeafTable
 from ckpt._format.manifest import Manifest
 from ckpt._plan.chunk_reads import CONCURRENT_REQUESTS
+from ckpt._plan.targets import ArrayRead
 from ckpt._settings import ArrayMemory
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import files_folder
@@ -41,7 +44,8 @@ class RestoreContext(Struct, frozen=True):
         memory: Owner of the memory of arrays on CPU devices.
         external_files: The files of a step that another library wrote, or of a virtual step; None
             if all files are in the directory of the step.
-        checks_devices: True if the arrays on devices are compared with the vital signs.
+        check: Check of the arrays on their devices, by the leaves of an item, the reads, and their
+            results; None without one.
         copies: Other copies of the step, which replace damaged data; None without any.
         may_read: Awaited before the first array of an item is read; None if nothing delays the
             reads.
@@ -60,7 +64,7 @@ class RestoreContext(Struct, frozen=True):
     casts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     memory: ArrayMemory = "jax"
     external_files: StepFiles | None = None
-    checks_devices: bool = False
+    check: Callable[[LeafTable, Sequence[ArrayRead], Sequence[Any]], None] | None = None
     copies: OtherCopies | None = None
     may_read: Callable[[], Awaitable[None]] | None = None
 

@@ -31,7 +31,6 @@ from ckpt._engine.restore.item_files import read_item_file
 from ckpt._engine.restore.placement import loses_precision, place
 from ckpt._engine.restore.shared_reads import BlockReader, SharedReads
 from ckpt._engine.restore.step_files import ItemElsewhere
-from ckpt._engine.signs.restored_arrays import check_arrays
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.regions import Region, whole
@@ -153,10 +152,9 @@ class EngineItemReader:
         for grouping, requests in work.requests.items():
             assert grouping is not None
             await self._read_shared(grouping, requests, work)
-        if self._restore.checks_devices:
+        if self._restore.check is not None:
             with self._recorder.phase("place"):
-                kernels = self._restore.engine.kernels
-                await self.in_thread(check_arrays, entry.leaves, reads, work.results, kernels)
+                await self.in_thread(self._restore.check, entry.leaves, reads, work.results)
         return work.results
 
     def _planned(self, entry: ItemEntry, reads: Sequence[ArrayRead]) -> _ReadState:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
+from ckpt._engine.chunk_extensions import NotesOfItem
 from ckpt._engine.codecs import encode_chunk
-from ckpt._engine.memory.contents import BatchContents, KnownSigns, batch_contents
+from ckpt._engine.memory.contents import BatchContents, batch_contents
 from ckpt._format.dtypes import DTYPES
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.write_batches import FileSpan, WriteBatch, aligned, alignment_of, file_size
@@ -26,7 +27,7 @@ class Encoded(Struct, frozen=True):
     """An encoded batch.
 
     Attributes:
-        contents: Digests of the logical bytes of every chunk, and their vital signs.
+        contents: Digests of the logical bytes of every chunk, and the records of extensions.
         spans: Place of every chunk in the file.
         nbytes: Size of the file.
     """
@@ -40,7 +41,7 @@ def encode_batch(
     batch: WriteBatch,
     plans: Sequence[LeafPlan],
     memory: Bytes,
-    signs: KnownSigns | None,
+    extensions: Mapping[str, NotesOfItem],
     *,
     told: Callable[[int, int, int], object] | None = None,
 ) -> Encoded:
@@ -51,13 +52,13 @@ def encode_batch(
         plans: The plans of all leaves of the item.
         memory: The block. Chunk after chunk moves to the front, where there is always room for it:
             the gap before the staged chunks is as long as all of them can grow.
-        signs: The vital signs that are known; None if none are to be taken.
+        extensions: Extensions that note records, by name.
         told: Called with the start time, the end time and the staged bytes of every part of the
             work, in order; all parts together are the batch.
     """
     began, begun_at = time.perf_counter_ns(), 0
     staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]
-    contents = batch_contents(batch, plans, staged, signs)
+    contents = batch_contents(batch, plans, staged, extensions)
     spans = []
     end = 0
     for chunk in batch.chunks:

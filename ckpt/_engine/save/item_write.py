@@ -9,7 +9,7 @@ bounds the memory of both.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from ckpt._engine.base_step import SavedItem
+from ckpt._engine.chunk_extensions import NotesOfItem
 from ckpt._engine.memory.arena import Block
-from ckpt._engine.memory.contents import NO_CONTENTS, BatchContents, KnownSigns, batch_contents
+from ckpt._engine.memory.contents import NO_CONTENTS, BatchContents, batch_contents
 from ckpt._engine.memory.staging import (
     MovedShard,
     Source,
@@ -39,18 +40,16 @@ from ckpt._engine.save.merged_items import database_files
 from ckpt._engine.save.save_request import SaveCall
 from ckpt._engine.save.session import ENCODERS, LANES, STAGERS, SaveSession
 from ckpt._engine.save.shared_files import reuse_files
-from ckpt._engine.signs.device_pass import DevicePass, begin_pass
 from ckpt._events import timed
 from ckpt._format.digests import digest
 from ckpt._format.manifest_head import FileEntry
 from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.chunking import LeafPlan
-from ckpt._plan.item_reports import ItemReport, report_chunks
+from ckpt._plan.item_reports import ChunkNotes, ItemReport, report_chunks
 from ckpt._plan.unchanged.base_chunks import MOST_SMALL, BaseChunks, join_reports
 from ckpt._plan.write_batches import FileSpan, WriteBatch
 from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
-from ckpt._vitals.signs import no_signs
 from ckpt.errors import located
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
@@ -90,6 +89,7 @@ class ItemWrite:
         plan: ItemPlan,
         known: SavedItem | None = None,
         expected: Set[int] = frozenset(),
+        extensions: Mapping[str, NotesOfItem] | None = None,
     ) -> None:
         """Write the item called `item` as `plan` says.
 
@@ -100,6 +100,7 @@ class ItemWrite:
             plan: Plan of the bytes to write.
             known: The item of the step before, if its files can be reused.
             expected: Numbers of the batches that are likely unchanged since that step.
+            extensions: What extensions note of the item, by their names.
         """
         self.known: SavedItem | None = known
         self._session = session
@@ -121,11 +122,7 @@ class ItemWrite:
         self._turns = iter(range(len(batches)))
         self._running = 0
         self._expected = expected
-        # None if no vital signs are taken.
-        self._signs: DevicePass | None = None
-        # Leaves whose replicas an earlier save has compared, so devices need not compare them
-        # again.
-        self._unseen: list[int] = []
+        self._extensions = extensions or {}
         # Counted before any task starts, since the index must not be written too early.
         encoded = {number for number, batch in enumerate(batches) if batch.encoded}
         self._unplaced = len(encoded | expected)
@@ -159,8 +156,9 @@ class ItemWrite:
         for _ in range(min(ENCODERS if is_encoded else LANES, len(batches))):
             self.start(self._run_lane)
         with session.recorder.phase("snapshot"):
-            # Before any batch is staged, since its lane asks for the signs.
-            await self._begin_signs(leaves)
+            if self._extensions:
+                # Before any batch is staged, since its lane asks for records.
+                await self._begin_notes(leaves)
             held, counted = await self._hold(leaves)
         at_once = {
             number: sources_of(batch, leaves)
@@ -185,18 +183,14 @@ class ItemWrite:
         session.uncount(room - counted)
         return held, counted
 
-    async def _begin_signs(self, leaves: Sequence[Any]) -> None:
-        """Let devices take the vital signs of arrays, before the caller may donate the arrays."""
-        engine, plan = self._session.engine, self._plan.save
-        if engine.vital_signs is None:
-            return
+    async def _begin_notes(self, leaves: Sequence[Any]) -> None:
+        """Let extensions begin, before the caller may donate the arrays."""
+        plan, same = self._plan.save, set[int]()
         if self.known is not None:
-            written = {chunk.leaf for batch in plan.batches for chunk in batch.chunks}
-            same = self.known.compared.intersection(self.known.same(leaves))
-            self._unseen = sorted(same - written)
-        self._signs = await run_in_thread(
-            begin_pass, engine.vital_signs, plan.leaves, leaves, self._unseen, engine.kernels
-        )
+            same.update(self.known.same(leaves))
+            same.difference_update(chunk.leaf for batch in plan.batches for chunk in batch.chunks)
+        for each in self._extensions.values():
+            await run_in_thread(each.begin, plan.leaves, leaves, self._base, sorted(same))
 
     async def _stage_held(self, sources: dict[int, list[Source]], counted: int) -> None:
         await self._stage_batches(sources, held=True)
@@ -305,7 +299,7 @@ class ItemWrite:
             staged,
             known.chunks,
             self._small_left,
-            self._signs,
+            self._extensions,
         )
         session.recorder.report("digest", began_ns, ended_ns, batch.nbytes, batch=number)
         kept = None
@@ -314,7 +308,7 @@ class ItemWrite:
             kept = await reuse_files(session, self._item, known, wanted)
         if kept is not None:
             self._batches[number], contents, taken = await run_in_thread(
-                _take_out, batch, contents, kept, staged
+                _take_out, batch, contents, kept, staged, self._extensions
             )
             self._kept.append(taken)
             self._small_left -= known.small_files(taken)
@@ -352,7 +346,7 @@ class ItemWrite:
                 batch,
                 plan.leaves,
                 memory,
-                self._signs,
+                self._extensions,
                 told=told,
             )
             found = await run_in_thread(encode)
@@ -375,7 +369,7 @@ class ItemWrite:
         # not.
         await _first_of(self._call.caller_released, written)
         (found, entry), began_ns, ended_ns = await run_in_thread(
-            timed, _file_contents, batch, plan.leaves, memory, known, self._signs
+            timed, _file_contents, batch, plan.leaves, memory, known, self._extensions
         )
         session.recorder.report("digest", began_ns, ended_ns, memory.nbytes, lane, number)
         session.files[path] = entry
@@ -426,36 +420,30 @@ class ItemWrite:
         await self._digested.wait()
 
     @property
-    def compared(self) -> frozenset[int]:
-        """Numbers of the leaves whose replicas were compared; see `SavedItem`."""
-        found = frozenset() if self._signs is None else self._signs.looked_at
-        return found.union(self._unseen)
+    def _base(self) -> ItemReport | None:
+        return None if self.known is None else self.known.chunks.report
 
     def report(self) -> ItemReport:
-        """Return the chunks of the item that this process has: those that it reuses or writes.
-
-        A warning names devices of this process that should hold the same values and do not.
-        """
+        """Return the chunks of the item that this process has: those that it reuses or writes."""
         report = self._report(with_digests=True)
-        if self._signs is None:
+        if not self._extensions:
             return report
-        self._signs.warn_of_unequal(self._item)
-        copies = self._signs.copies(self._session.processes.group.index)
-        if self.known is not None and self._unseen:
-            earlier = self.known.chunks.report.copies
-            copies = np.concatenate([copies, earlier[np.isin(earlier["leaf"], self._unseen)]])
-        return replace(report, copies=copies)
+        process = self._session.processes.group.index
+        notes = {
+            name: each.finish(report, self._base, process)
+            for name, each in self._extensions.items()
+        }
+        return replace(report, notes=notes)
 
     def _report(self, *, with_digests: bool) -> ItemReport:
         left = {n: batch for n, batch in enumerate(self._batches) if batch is not None}
         contents = [self._contents[number] for number in left]
-        signs = np.concatenate([no_signs(0), *(each.signs for each in contents)])
         written = report_chunks(
             list(left.values()),
             [self._files[number] for number in left],
             [each.digests for each in contents] if with_digests else None,
             {at: self._spans[n] for at, n in enumerate(left) if n in self._spans},
-            signs if with_digests else None,
+            _joined_records(contents, self._extensions) if with_digests else None,
         )
         return join_reports([*self._kept, written]) if self._kept else written
 
@@ -493,20 +481,37 @@ def _same_chunks(
     staged: Array,
     chunks: BaseChunks,
     most_small: int,
-    signs: KnownSigns | None,
+    extensions: Mapping[str, NotesOfItem],
 ) -> tuple[BatchContents, ItemReport]:
     """Return the contents of a batch, and the earlier chunks that can replace its own."""
-    contents = batch_contents(batch, plans, staged, signs)
+    contents = batch_contents(batch, plans, staged, extensions)
     return contents, chunks.of_digests(batch, contents.digests, most_small)
 
 
+def _joined_records(
+    contents: Sequence[BatchContents], extensions: Mapping[str, NotesOfItem]
+) -> dict[str, ChunkNotes]:
+    """Return the notes of extensions on the chunks of all batches."""
+    return {
+        name: replace(
+            each.none,
+            records=np.concatenate([each.none.records, *(part.records[name] for part in contents)]),
+        )
+        for name, each in extensions.items()
+    }
+
+
 def _take_out(
-    batch: WriteBatch, contents: BatchContents, kept: ItemReport, staged: Array
+    batch: WriteBatch,
+    contents: BatchContents,
+    kept: ItemReport,
+    staged: Array,
+    extensions: Mapping[str, NotesOfItem],
 ) -> tuple[WriteBatch | None, BatchContents, ItemReport]:
     """Take chunks out of a staged batch; the bytes of the others move together.
 
     Returns:
-        The rest of the batch, its contents, and the reused chunks with the vital signs found now.
+        The rest of the batch, its contents, and the reused chunks with the records made now.
     """
     numbers = {(chunk.leaf, chunk.number): at for at, chunk in enumerate(batch.chunks)}
     pairs = zip(kept.rows["leaf"].tolist(), kept.rows["number"].tolist(), strict=True)
@@ -515,10 +520,10 @@ def _take_out(
     others = list(numbers.values())
     if left is not None:
         move_chunks([batch.chunks[at] for at in others], left, staged)
-    signs = contents.signs
-    if len(signs):
-        kept, signs = replace(kept, signs=signs[taken]), signs[others]
-    return left, BatchContents([contents.digests[at] for at in others], signs), kept
+    if extensions:
+        found = contents.of_chunks(taken)
+        kept = replace(kept, notes=_joined_records([found], extensions))
+    return left, contents.of_chunks(others), kept
 
 
 def _file_contents(
@@ -526,7 +531,7 @@ def _file_contents(
     plans: Sequence[LeafPlan],
     memory: Array,
     known: BatchContents | None,
-    signs: KnownSigns | None,
+    extensions: Mapping[str, NotesOfItem],
 ) -> tuple[BatchContents | None, FileEntry]:
     """Return the contents of a batch, None if it is encoded, and the entry of its file.
 
@@ -535,11 +540,11 @@ def _file_contents(
         plans: The plans of all leaves of the item.
         memory: The bytes of the file.
         known: The contents, if they were found before.
-        signs: The vital signs that are known; None if none are to be taken.
+        extensions: What extensions note of the item.
     """
     if batch.encoded:
         return None, FileEntry(size=memory.nbytes, digest=digest(memory.data))
-    found = known or batch_contents(batch, plans, memory, signs)
+    found = known or batch_contents(batch, plans, memory, extensions)
     is_one_chunk = batch.chunks[0].nbytes == batch.nbytes
     whole = found.digests[0] if is_one_chunk else digest(memory.data)
     return found, FileEntry(size=batch.nbytes, digest=whole)

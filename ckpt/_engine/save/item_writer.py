@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -12,38 +11,32 @@ from typing import Any, TypeVar
 import jax
 
 from ckpt._engine.base_step import SavedItem, references, saved_item
+from ckpt._engine.chunk_extensions import NotesOfItem
 from ckpt._engine.plan_cache import ItemPlan
 from ckpt._engine.save.item_write import ItemWrite
-from ckpt._engine.save.merged_items import ItemParts, WrittenTree, own_digests
+from ckpt._engine.save.merged_items import ItemParts, WrittenTree, entry_of, own_digests
 from ckpt._engine.save.save_request import SaveCall
 from ckpt._engine.save.session import SaveSession
 from ckpt._engine.save.shared_files import base_item, reuse_files
-from ckpt._engine.signs.unchanged_leaves import unchanged_leaves
 from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import FileEntry
 from ckpt._format.step_files.item_file_names import check_file_path
-from ckpt._plan.item_reports import ItemReport, PlannedTree, fill_entry, merge_reports
+from ckpt._plan.item_reports import PlannedTree, merge_reports
 from ckpt._plan.multihost.per_process import own_path
 from ckpt._plan.multihost.tree_fingerprint import value_fingerprint
 from ckpt._plan.save_plan import SavePlan
-from ckpt._plan.unchanged.frozen_leaves import changed_leaves
 from ckpt._runtime.threads import run_in_thread
-from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.leaf_specs import CheckpointLeaf
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import FileData
 
-logger = logging.getLogger("ckpt")
-
 T = TypeVar("T")
 
 # Largest file that is hashed on the loop and written in one call.
 _SMALL_BYTES = 1 << 20
-# Most leaves that a warning names.
-_NAMED = 5
 
 
 class EngineItemWriter:
@@ -80,8 +73,8 @@ class EngineItemWriter:
         self._parts = parts
         # The plan and the arrays, by which the next save recognizes arrays; see `SavedItem`.
         self._whole: SavePlan | None = None
-        # Numbers of the frozen leaves.
-        self._frozen: Sequence[int] = ()
+        # What extensions note of the item, by their names.
+        self._extensions: dict[str, NotesOfItem] = {}
         self._arrays: Sequence[weakref.ref[Any] | None] = ()
         # The tree, once it is staged, and its write.
         self._staged: tuple[WrittenTree, ItemWrite] | None = None
@@ -123,9 +116,10 @@ class EngineItemWriter:
                 known = await base_item(session, self._item, plan.save)
                 self._arrays, self._whole = references(structure.leaves), plan.save
             expected: set[int] = set()
-            if session.frozen.patterns:
-                paths = await self.in_thread(unboxed_names, structure.nodes, structure.names)
-                self._frozen = await self.in_thread(session.frozen.numbers, paths)
+            for name, save in session.extensions.items():
+                self._extensions[name] = await self.in_thread(
+                    save.of_item, self._item, structure.nodes, structure.names
+                )
             if known is not None:
                 plan = await self._reuse_files(plan, known, structure.leaves)
                 expected = await self.in_thread(known.expected, plan.save.batches)
@@ -137,7 +131,7 @@ class EngineItemWriter:
         session.hooks.advance(total=total)
         if plan.formatted is not None:
             session.formatted.append(plan.formatted)
-        write = ItemWrite(session, self._call, self._item, plan, known, expected)
+        write = ItemWrite(session, self._call, self._item, plan, known, expected, self._extensions)
         # The index over the chunks of several writers is written when all have reported.
         if parts is None and processes.is_alone:
             write.start(write.write_index)
@@ -162,7 +156,7 @@ class EngineItemWriter:
     ) -> ItemPlan:
         """Put files of the step before into this step if they hold arrays that are the same.
 
-        Such arrays are the same objects, or are declared frozen and found equal by their devices.
+        Such arrays are the same objects, or an extension knows that they are equal.
         This happens before the caller goes on, since all other arrays have to be staged. If sharing
         files takes long in this storage, all arrays are staged, and equal ones are found later.
 
@@ -173,17 +167,9 @@ class EngineItemWriter:
         wanted = None
         if session.storage.traits.shares_at_once:
             same = await self.in_thread(known.same, leaves)
-            candidates = sorted(set(self._frozen).difference(same))
-            if candidates:
-                same += await self.in_thread(
-                    unchanged_leaves,
-                    candidates,
-                    session.engine.vital_signs,
-                    plan.save.leaves,
-                    leaves,
-                    known.chunks.report,
-                    session.engine.kernels,
-                )
+            for each in self._extensions.values():
+                base = known.chunks.report
+                same += await self.in_thread(each.unchanged, plan.save.leaves, leaves, base, same)
             wanted = await self.in_thread(known.of_leaves, same)
         if wanted is not None:
             kept = await reuse_files(session, self._item, known, wanted)
@@ -258,33 +244,17 @@ class EngineItemWriter:
         written, write = self._staged
         tree, report = written.tree, write.report()
         written.report = report
-        if self._frozen and write.known is not None:
-            _warn_of_changes(self._item, tree, self._frozen, write.known, report)
         if self._whole is not None:
             files = {path: self._session.files[f"{self._item}/{path}"] for path in report.files}
             self._session.saved[self._item] = saved_item(
-                self._whole, report, self._arrays, files, write.known, write.compared
+                self._whole, report, self._arrays, files, write.known
             )
         if self._is_shared:
             written.values = value_fingerprint(written.plan.save, tree.values, written.own)
         if self._is_shared or self._parts is not None:
             return entry
         own_disks = self._group is not None
-        return fill_entry(entry, tree, merge_reports(tree.leaves, [report], own_disks=own_disks))
-
-
-def _warn_of_changes(
-    item: str, tree: PlannedTree, frozen: Sequence[int], known: SavedItem, report: ItemReport
-) -> None:
-    changed = changed_leaves(frozen, known.chunks.report, report)
-    if changed:
-        names = [repr(tree.leaves[number].name) for number in changed]
-        logger.warning(
-            "item %r: frozen leaves have changed, and were written: %s%s",
-            item,
-            ", ".join(names[:_NAMED]),
-            f", and {len(names) - _NAMED} more" if len(names) > _NAMED else "",
-        )
+        return entry_of(entry, tree, merge_reports(tree.leaves, [report], own_disks=own_disks))
 
 
 def _with_key_data(leaves: Sequence[Any], keys: Iterable[int]) -> Sequence[Any]:

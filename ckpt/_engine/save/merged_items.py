@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckpt._engine.memory.staging import host_bytes
 from ckpt._engine.plan_cache import ItemPlan, new_data_file
@@ -18,7 +19,14 @@ from ckpt._engine.save.multihost.save_report import SaveReport
 from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.ocdbt import DatabaseIndex
-from ckpt._plan.item_reports import ItemReport, PlannedTree, fill_entry, key_values, merge_reports
+from ckpt._plan.item_reports import (
+    ChunkTable,
+    ItemReport,
+    PlannedTree,
+    fill_entry,
+    key_values,
+    merge_reports,
+)
 from ckpt._plan.merged_parts import TreeParts, merge_parts
 from ckpt._plan.multihost.process_reports import ProcessReport, disagreement
 from ckpt._plan.multihost.tree_fingerprint import TreeFingerprint, line_fingerprint
@@ -166,7 +174,25 @@ def merge_item(
     files: dict[str, bytes] = {}
     if keys:
         files = database_files(DatabaseIndex(keys), stored.data_files, created_ns)
-    return fill_entry(entry, tree, stored), files
+    return entry_of(entry, tree, stored), files
+
+
+def entry_of(entry: ItemEntry, tree: PlannedTree, stored: ChunkTable) -> ItemEntry:
+    """Return the entry of an item with its tree, and with the columns of extensions.
+
+    Args:
+        entry: The entry that the handler made.
+        tree: The tree.
+        stored: The chunks of all writers.
+    """
+    found = fill_entry(entry, tree, stored)
+    if stored.notes:
+        # Whoever notes nothing does not import this.
+        from ckpt.extensions import merge_notes
+
+        for name, notes in stored.notes.items():
+            found = replace(found, leaves=merge_notes(name, found.leaves, notes))
+    return found
 
 
 def database_files(

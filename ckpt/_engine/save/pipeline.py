@@ -22,10 +22,8 @@ from ckpt._engine.save.publication import publish
 from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest
 from ckpt._engine.save.session import SaveSession
 from ckpt._engine.save.time_limit import time_limit
-from ckpt._engine.signs.nonfinite_warning import warn_of_nonfinite
 from ckpt._events import EventRecorder
 from ckpt._format.manifest import ItemEntry, Manifest
-from ckpt._plan.unchanged.frozen_leaves import FrozenLeaves
 from ckpt._runtime.interpreter import short_switch_interval
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CorruptCheckpointError, located
@@ -94,7 +92,7 @@ async def save_step(
                     # Saves in parts may go on beside others, and have a structure of their own.
                     PlanCache(engine.plans.rules) if calls.in_parts else engine.plans,
                     tasks,
-                    FrozenLeaves(engine.frozen),
+                    {each.name: each.begin_save() for each in engine.extensions},
                     created_ns,
                     processes,
                     parts={} if calls.in_parts else None,
@@ -109,8 +107,8 @@ async def save_step(
             engine.base_step = BaseStep(
                 storage, files_folder(request.step_dir, manifest), session.saved
             )
-        if processes.publishes:
-            warn_of_nonfinite(engine, manifest, f"{storage.location}/{request.step_dir}")
+        for extension in engine.extensions if processes.publishes else ():
+            extension.committed(manifest, f"{storage.location}/{request.step_dir}")
         return manifest
     except BaseException as error:
         # Settled before anything is removed: the removal causes errors elsewhere that hide this
@@ -174,8 +172,8 @@ async def _run(session: SaveSession, request: SaveRequest, calls: SaveCalls) -> 
                             stagers.start_soon(item, call.items.pop(name), pending)
                     if rules is not None and session.parts is None:
                         rules.check_used(session.formatted)
-                    if session.parts is None:
-                        session.frozen.check_used()
+                    for notes in session.extensions.values() if session.parts is None else ():
+                        notes.check_items()
                     hooks.stage("writing")
                     session.end_staging(call)
                 hooks.watch.add_blocked(call.began)

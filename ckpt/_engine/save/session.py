@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TypeVar, TypeVarTuple
 
 import anyio
@@ -14,6 +14,7 @@ from msgspec import Struct, field
 
 from ckpt._commit import CommitHooks
 from ckpt._engine.base_step import BaseStep, SavedItem
+from ckpt._engine.chunk_extensions import NotesOfSave
 from ckpt._engine.engine import Engine
 from ckpt._engine.memory.arena import Block
 from ckpt._engine.plan_cache import PlanCache
@@ -24,7 +25,6 @@ from ckpt._events import EventRecorder
 from ckpt._format.digests import digest
 from ckpt._format.manifest_head import FileEntry
 from ckpt._plan.format_rules import Formatted
-from ckpt._plan.unchanged.frozen_leaves import FrozenLeaves
 from ckpt._runtime.threads import run_in_thread
 from ckpt.storage._base import Attempt, Storage
 
@@ -69,7 +69,7 @@ class SaveSession(Struct):
         recorder: Recorder of the timed phases.
         plans: Plans of earlier saves.
         tasks: Task group of the save; all that its tasks write is durable when it has ended.
-        frozen: The leaves that are declared frozen.
+        extensions: What extensions note of the save, by their names.
         created_ns: Unix time in nanoseconds at which the save began.
         processes: The other processes of the job that save the same step.
         save: Id of the attempt that the primary has begun, once `attempt_ready` is set.
@@ -102,7 +102,7 @@ class SaveSession(Struct):
     recorder: EventRecorder
     plans: PlanCache
     tasks: TaskGroup
-    frozen: FrozenLeaves
+    extensions: Mapping[str, NotesOfSave]
     created_ns: int
     processes: JobSave
     save: str = ""

@@ -24,9 +24,6 @@ from ckpt.handlers._base import is_per_process
 
 logger = logging.getLogger("ckpt")
 
-# Most leaves that a warning names.
-_NAMED = 5
-
 
 def own_report(session: SaveSession, entries: Mapping[str, ItemEntry]) -> SaveReport:
     """Return the report of this process for the primary."""
@@ -73,22 +70,6 @@ def own_entries(session: SaveSession, entries: Mapping[str, ItemEntry]) -> dict[
     }
 
 
-def warn_of_unequal(entries: Mapping[str, ItemEntry]) -> None:
-    """Warn of leaves of which processes should hold the same values, and do not."""
-    unequal = [
-        f"{entry.leaves.names[leaf]!r} of {name!r} (process {', '.join(map(str, processes))})"
-        for name, entry in entries.items()
-        for leaf, processes in entry.leaves.unequal.items()
-    ]
-    if unequal:
-        logger.warning(
-            "processes that should hold the same values do not, so what is saved may be wrong: "
-            "%s%s. A device may be faulty, or the program lets its replicas drift apart",
-            ", ".join(unequal[:_NAMED]),
-            f", and {len(unequal) - _NAMED} more" if len(unequal) > _NAMED else "",
-        )
-
-
 def _warn_of_hidden(engine: Engine, entries: Mapping[str, ItemEntry]) -> None:
     """Warn of items that Orbax cannot read, once for each."""
     for name, entry in entries.items():
@@ -133,8 +114,8 @@ async def write_manifest(
             texts = await run_in_thread(text_view, entry)
             files.update({f"{name}/{path}": data for path, data in texts.items()})
         _warn_of_hidden(engine, entries)
-    if not session.processes.is_alone:
-        warn_of_unequal(entries)
+    for each in engine.extensions if not session.processes.is_alone else ():
+        each.merged(entries)
     async with anyio.create_task_group() as writers:
         for path, data in files.items():
             known = session.files[path] = FileEntry(size=len(data), digest=digest(data))

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import numpy as np
@@ -33,8 +33,10 @@ from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry
 from ckpt._runtime.mappings import map_memory
 from ckpt._runtime.threads import run_in_thread
-from ckpt._vitals.fingerprint import BoxFingerprint
 from ckpt.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from ckpt._vitals.fingerprint import BoxFingerprint
 
 T = TypeVar("T")
 
@@ -264,6 +266,8 @@ def _fingerprint_of(leaf: LeafEntry, place: ChunkLocation) -> BoxFingerprint | N
     """Return an object that fingerprints a chunk; None if its leaf has no fingerprint to match."""
     if leaf.vital_signs is None:
         return None
+    from ckpt._vitals.fingerprint import BoxFingerprint
+
     region = region_of(leaf, place.number)
     return BoxFingerprint(region.offset, region.shape, parse_dtype(leaf.dtype).itemsize)
 

@@ -16,10 +16,8 @@ import numpy as np
 from msgspec import Struct
 
 from ckpt._format.digests import digest
-from ckpt._plan.item_reports import DIGEST_BYTES, ROW, ItemReport
+from ckpt._plan.item_reports import DIGEST_BYTES, ROW, ChunkNotes, ItemReport
 from ckpt._plan.multihost.tree_fingerprint import TreeFingerprint, first_difference
-from ckpt._vitals.replicas import COPY
-from ckpt._vitals.signs import SIGNS
 from ckpt.errors import CorruptCheckpointError
 
 Array = np.ndarray[Any, Any]
@@ -28,6 +26,9 @@ _MAGIC = b"ckr3"
 # Numbers of files, chunks, bytes of the packed rows, vital signs and copies; for both fingerprints
 # the block and the number of bytes.
 _HEAD = struct.Struct("<4sQQQQQQQQQ")
+# The extension whose notes a report has room for, and the bytes of its records.
+_NOTED = "vital_signs"
+_RECORD_BYTES, _OTHER_BYTES = 32, 20
 _DATA_FILE = re.compile(r"d/([0-9a-f]{32})")
 
 
@@ -50,7 +51,8 @@ class ProcessReport(Struct, frozen=True):
         written, tree, values = self.written, self.tree, self.values
         rows = zlib.compress(b"".join(written.rows[name].tobytes() for name in ROW.names or ()), 1)
         counts: tuple[int, ...] = (len(written.files), len(written.rows), len(rows))
-        counts += (len(written.signs), len(written.copies))
+        notes = written.notes.get(_NOTED)
+        counts += (0, 0) if notes is None else (len(notes.records), len(notes.others))
         blocks = (tree.block, len(tree.packed), values.block, len(values.packed))
         matches = [_DATA_FILE.fullmatch(path) for path in written.files]
         names = b"".join(bytes.fromhex(match[1]) for match in matches if match is not None)
@@ -63,8 +65,7 @@ class ProcessReport(Struct, frozen=True):
                 names,
                 rows,
                 written.digests.tobytes(),
-                written.signs.tobytes(),
-                written.copies.tobytes(),
+                b"" if notes is None else notes.records.tobytes() + notes.others.tobytes(),
                 tree.packed,
                 values.packed,
             )
@@ -84,7 +85,7 @@ class ProcessReport(Struct, frozen=True):
         magic, files, chunks, packed, signs, copies, *blocks = _HEAD.unpack_from(body)
         tree_block, tree_bytes, value_block, value_bytes = blocks
         lengths = [DIGEST_BYTES, DIGEST_BYTES, files * DIGEST_BYTES, packed]
-        lengths += [chunks * DIGEST_BYTES, signs * SIGNS.itemsize, copies * COPY.itemsize]
+        lengths += [chunks * DIGEST_BYTES, signs * _RECORD_BYTES, copies * _OTHER_BYTES]
         lengths += [tree_bytes, value_bytes]
         if signs not in (0, chunks):
             raise _malformed(data, f"it has the vital signs of {signs} of {chunks} chunks")
@@ -100,14 +101,20 @@ class ProcessReport(Struct, frozen=True):
             tuple(f"d/{names[start : start + 32]}" for start in range(0, len(names), 32)),
             _rows(parts[3], chunks, data),
             np.frombuffer(parts[4], np.uint8).reshape(chunks, DIGEST_BYTES),
-            np.frombuffer(parts[5], SIGNS),
-            np.frombuffer(parts[6], COPY),
+            _notes(chunks, parts[5], parts[6]) if signs or copies else {},
         )
         return ProcessReport(
             written,
             TreeFingerprint(parts[0], tree_block, parts[7]),
             TreeFingerprint(parts[1], value_block, parts[8]),
         )
+
+
+def _notes(chunks: int, records: bytes, others: bytes) -> dict[str, ChunkNotes]:
+    from ckpt._vitals.records import COPY, SIGNS, no_signs
+
+    found = np.frombuffer(records, SIGNS) if records else no_signs(chunks)
+    return {_NOTED: ChunkNotes(found, no_signs(1)[0], np.frombuffer(others, COPY))}
 
 
 def _rows(packed: bytes, chunks: int, data: bytes) -> Array:

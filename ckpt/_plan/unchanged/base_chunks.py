@@ -15,7 +15,7 @@ import numpy as np
 
 from ckpt._format.dtypes import DTYPES
 from ckpt._plan.chunking import LeafPlan
-from ckpt._plan.item_reports import DIGEST_BYTES, ItemReport, all_signs, of_files
+from ckpt._plan.item_reports import DIGEST_BYTES, ItemReport, join_notes, of_files
 from ckpt._plan.write_batches import WriteBatch
 
 Array = np.ndarray[Any, Any]
@@ -151,8 +151,7 @@ def join_reports(reports: Sequence[ItemReport]) -> ItemReport:
             own["file"] = numbers[own["file"]]
         rows.append(own)
     digests = np.concatenate([report.digests for report in reports])
-    copies = np.concatenate([report.copies for report in reports])
-    return ItemReport(tuple(files), np.concatenate(rows), digests, all_signs(reports), copies)
+    return ItemReport(tuple(files), np.concatenate(rows), digests, join_notes(reports))
 
 
 def _number(files: dict[str, int], path: str) -> int:

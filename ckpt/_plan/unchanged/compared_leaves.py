@@ -15,11 +15,10 @@ import numpy as np
 from msgspec import Struct
 
 from ckpt._format.dtypes import DTYPES
-from ckpt._format.leaf_table import DIGEST_BYTES, LeafForm, LeafTable
+from ckpt._format.leaf_table import DIGEST_BYTES, LeafForm, LeafTable, has_signs
 from ckpt._format.manifest import Manifest
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
-from ckpt._vitals.signs import are_known
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -254,11 +253,10 @@ def _sources(table: LeafTable, numbers: Integers) -> Integers:
 def _by_fingerprint(
     tables: tuple[LeafTable, LeafTable], first: Integers, second: Integers
 ) -> Integers:
-    if not all(len(table.signs) for table in tables):
+    if not all(has_signs(table) for table in tables):
         return np.full(len(first), Verdict.UNKNOWN, np.int64)
-    one, other = tables[0].signs[first], tables[1].signs[second]
-    known = are_known(one) & are_known(other)
-    same = (one["fingerprint"] == other["fingerprint"]).all(axis=1)
-    same &= one["nonfinite"] == other["nonfinite"]
+    from ckpt._vitals.stored_signs import are_alike
+
+    known, same = are_alike(tables[0].signs[first], tables[1].signs[second])
     found = np.where(same, Verdict.SAME_BY_FINGERPRINT, Verdict.CHANGED)
     return np.where(known, found, Verdict.UNKNOWN)

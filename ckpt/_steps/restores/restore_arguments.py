@@ -90,6 +90,11 @@ def context_of(
     files = opened.foreign
     if files is None and opened.manifest.sources:
         files = files_of(opened.storage, opened.step_dir, opened.manifest)
+    check = None
+    if options.checks_devices:
+        from ckpt.extensions import device_check
+
+        check = device_check(engine.extension_states)
     return RestoreContext(
         opened.storage,
         opened.step_dir,
@@ -100,7 +105,7 @@ def context_of(
         count,
         broadcast,
         memory=options.memory,
-        checks_devices=options.checks_devices,
+        check=check,
         copies=copies,
         external_files=files,
     )

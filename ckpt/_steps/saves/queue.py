@@ -322,7 +322,8 @@ class SaveQueue:
         # The call may wait to hear whether an equal step was there, which has gone since.
         run.let_return()
         # This work uses the pause before the next save; nothing waits for it.
-        await self.engine.kernels.compile_wanted(lambda: not self.loop.closed)
+        for each in self.engine.extensions:
+            await each.after_save(lambda: not self.loop.closed)
         await self.engine.arena.warm(lambda: backlog.is_empty and not self.loop.closed)
 
     async def _decide(

@@ -16,10 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 import ckpt
-from ckpt._engine.memory import contents
-from ckpt._engine.signs import device_pass
-from ckpt._engine.signs.kernels import Kernels
 from ckpt._format.dtypes import DTYPES
+from ckpt._vitals.extension import device_pass, signs_of_saves
+from ckpt._vitals.extension.kernels import Kernels
 from ckpt.errors import InvalidArgumentError
 
 # Every shard of which a device takes the signs has a megabyte.
@@ -97,7 +96,7 @@ def test_every_mesh_gives_the_same(
     if mode == "device":
         monkeypatch.setattr(device_pass, "_LEAST_BYTES", 1)
         # The host must not look at what devices have looked at.
-        monkeypatch.delattr(contents, "box_signs")
+        monkeypatch.delattr(signs_of_saves, "box_signs")
     info = ckpt.sync.save(
         tmp_path / "a",
         {name: put(each, axes, spec) if name != "n" else each for name, each in state.items()},

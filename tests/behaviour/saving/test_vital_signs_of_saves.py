@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckpt
 from ckpt._format.dtypes import DTYPES
-from ckpt._vitals.signs import box_signs, signs_of
+from ckpt._vitals.records import signs_of
+from ckpt._vitals.signs import box_signs
 from ckpt.types import LeafSigns
 
 save = partial(ckpt.sync.save, extensions=[ckpt.extensions.VitalSigns()])

@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import ckpt
 import ckpt.sync
-from ckpt._engine.memory import contents
-from ckpt._engine.signs import device_pass
+from ckpt._vitals.extension import device_pass, signs_of_saves
 from ckpt._vitals.signs import box_signs
 from ckpt.coordination._jax_service import JaxDistributed
 from ckpt.coordination._jobs import OwnDisks
@@ -106,7 +105,7 @@ def roundtrip() -> None:
     if mode == "device":
         # The shards of these arrays are small.
         device_pass._LEAST_BYTES = 1
-        vars(contents)["box_signs"] = of_integers
+        vars(signs_of_saves)["box_signs"] = of_integers
     with ckpt.sync.CheckpointManager(
         root,
         keep=ckpt.keep.Latest(2),

@@ -16,19 +16,18 @@ from msgspec.structs import replace
 from ckpt._conversion.assembly.assembled_step import AssembledStep, AssemblyTarget, assemble_step
 from ckpt._conversion.assembly.planned_tree import planned_tree
 from ckpt._engine.plan_cache import ItemPlan
-from ckpt._engine.save.merged_items import WrittenTree, merge_processes
+from ckpt._engine.save.merged_items import WrittenTree, entry_of, merge_processes
 from ckpt._engine.save.multihost.save_report import SaveReport, encode_report
 from ckpt._format.digests import digest
 from ckpt._format.history import DroppedItem
 from ckpt._format.manifest import ItemEntry, Manifest, Node, decode, encode
 from ckpt._format.manifest_head import OWN_DISKS, FileEntry
-from ckpt._plan.item_reports import PlannedTree, fill_entry, key_values, merge_reports
+from ckpt._plan.item_reports import ChunkNotes, ItemReport, PlannedTree, key_values, merge_reports
 from ckpt._plan.multihost.per_process import apart, combine
 from ckpt._plan.multihost.process_reports import ProcessReport
 from ckpt._plan.multihost.tree_fingerprint import value_fingerprint
 from ckpt._plan.orbax_view import item_view, step_view, text_view
-from ckpt._vitals.replicas import COPY
-from ckpt._vitals.signs import SIGNS
+from ckpt._vitals.records import COPY, SIGNS, Array, no_signs
 from ckpt.errors import CheckpointError, CoordinationError, CorruptCheckpointError
 from tests.unit.plan.simulated_jobs import Job, jobs
 from tests.unit.plan.test_process_reports import Written, typical
@@ -70,7 +69,7 @@ class Parts:
         self.own = own
         stored = merge_reports(plan.leaves, [held[0].written], own_disks=True)
         self.items = {
-            "state": fill_entry(ItemEntry(handler="pytree", nbytes=3), self.tree, stored),
+            "state": entry_of(ItemEntry(handler="pytree", nbytes=3), self.tree, stored),
             "notes": JSON,
             "reader": apart(own[0], 0, job.count),
         }
@@ -132,7 +131,12 @@ def _with_signs(process: int, report: ProcessReport, rng: np.random.Generator) -
     signs["norm"] = signs["absmax"] = rng.random(len(rows))
     copies = np.zeros(1, COPY)
     copies["process"], copies["fingerprint"] = process, rng.integers(0, 2)
-    return replace(report, written=replace(report.written, signs=signs, copies=copies))
+    return replace(report, written=noted(report.written, signs, copies))
+
+
+def noted(written: ItemReport, signs: Array, copies: Array) -> ItemReport:
+    notes = ChunkNotes(signs, no_signs(1)[0], copies)
+    return replace(written, notes={"vital_signs": notes})
 
 
 def views(items: Mapping[str, ItemEntry], files: Sequence[str]) -> dict[str, bytes]:
@@ -206,7 +210,8 @@ def test_unequal_replicas_of_several_processes_are_warned_of(
         tree = report.trees["state"]
         copies = np.zeros(1, COPY)
         copies["process"], copies["leaf"], copies["fingerprint"] = process, 1, process == 2
-        report.trees["state"] = replace(tree, written=replace(tree.written, copies=copies))
+        signs = tree.written.notes["vital_signs"].records
+        report.trees["state"] = replace(tree, written=noted(tree.written, signs, copies))
     with caplog.at_level(logging.WARNING, "ckpt"):
         manifest = parts.joined().manifest
     assert manifest.items["state"].leaves.unequal == {1: (2,)}
@@ -219,10 +224,11 @@ def test_unequal_replicas_of_several_processes_are_warned_of(
 def without_row(report: SaveReport, row: int) -> None:
     tree = report.trees["state"]
     written = tree.written
+    notes = written.notes["vital_signs"]
     rows, digests, signs = (
-        np.delete(each, row, 0) for each in (written.rows, written.digests, written.signs)
+        np.delete(each, row, 0) for each in (written.rows, written.digests, notes.records)
     )
-    changed = replace(written, rows=rows, digests=digests, signs=signs)
+    changed = noted(replace(written, rows=rows, digests=digests), signs, notes.others)
     report.trees["state"] = replace(tree, written=changed)
 
 
@@ -250,12 +256,14 @@ def test_a_chunk_that_no_part_has_is_named(job: Job, data: st.DataObject) -> Non
 def test_a_chunk_that_two_parts_have_is_named() -> None:
     parts = Parts(typical())
     tree, other = (parts.reports[n].trees["state"].written for n in (0, 1))
+    notes = other.notes["vital_signs"]
     changed = replace(
         other,
         rows=np.concatenate([other.rows, other.rows[:1]]),
         digests=np.concatenate([other.digests, other.digests[:1]]),
-        signs=np.concatenate([other.signs, other.signs[:1]]),
     )
+    signs = np.concatenate([notes.records, notes.records[:1]])
+    changed = noted(changed, signs, notes.others)
     changed.rows[-1]["leaf"], changed.rows[-1]["number"] = (
         tree.rows[0]["leaf"],
         (tree.rows[0]["number"]),

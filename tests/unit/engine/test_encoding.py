@@ -19,12 +19,13 @@ from ckpt._engine.memory import staging
 from ckpt._engine.memory.contents import batch_contents
 from ckpt._engine.memory.staging import copy_batch, sources_of
 from ckpt._engine.save.encoding import encode_batch
-from ckpt._engine.signs.device_pass import DevicePass
 from ckpt._format.array_format import ArrayFormat, Blosc, Zstd
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._plan.save_plan import plan_save
 from ckpt._plan.write_batches import encoded_bound
 from ckpt._tree.leaf_specs import LeafSpec
+from ckpt._vitals.extension.kernels import Kernels
+from ckpt._vitals.extension.signs_of_saves import SignsOfItem
 from ckpt.errors import CorruptCheckpointError
 from ckpt.handlers._base import Deferred
 from tests.support.trees import sharded
@@ -75,19 +76,22 @@ def test_an_encoded_batch_is_a_file_of_its_chunks_and_zeros(
     chosen = ArrayFormat(compression=compression, chunk_bytes=4096)
     specs = [LeafSpec("numpy", "int32", leaf.shape, format=chosen) for leaf in leaves]
     plan = plan_save([f"leaf{n}" for n in range(len(leaves))], specs, MIB)
+    signs = {"vital_signs": SignsOfItem("x", "host", (), Kernels())}
+    signs["vital_signs"].begin(plan.leaves, leaves, None, ())
     for batch in (each for each in plan.batches if each.encoded):
         # What an earlier save has left must not get into the file.
         memory = np.full(batch.block_bytes, 0xAA, np.uint8)
         staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]
         copy_batch(batch, plan.leaves, sources_of(batch, leaves), staged)
-        wanted = batch_contents(batch, plan.leaves, staged, DevicePass({}))
+        wanted = batch_contents(batch, plan.leaves, staged, signs)
         chunks = [
             staged[chunk.offset : chunk.offset + chunk.stored_nbytes].copy()
             for chunk in batch.chunks
         ]
-        done = encode_batch(batch, plan.leaves, memory, DevicePass({}))
+        done = encode_batch(batch, plan.leaves, memory, signs)
         assert done.contents.digests == wanted.digests
-        assert done.contents.signs.tobytes() == wanted.signs.tobytes()
+        found_now, wanted_then = (each.records["vital_signs"] for each in (done.contents, wanted))
+        assert found_now.tobytes() == wanted_then.tobytes()
         rest = memory[: done.nbytes].copy()
         entry = LeafEntry(name="x", kind="numpy", codec=compression.name)
         for place, chunk in zip(done.spans, chunks, strict=True):
@@ -142,7 +146,7 @@ def test_the_parts_of_a_batch_are_told_and_add_up_to_it(
     staged = memory[batch.staged_at : batch.staged_at + batch.nbytes]
     copy_batch(batch, plan.leaves, sources_of(batch, [leaf]), staged)
     told: list[tuple[int, int, int]] = []
-    encode_batch(batch, plan.leaves, memory, DevicePass({}), told=lambda *part: told.append(part))
+    encode_batch(batch, plan.leaves, memory, {}, told=lambda *part: told.append(part))
     assert len(told) == (1 if pause_ns else len(batch.chunks))
     assert sum(nbytes for _, _, nbytes in told) == batch.nbytes
     assert all(began <= ended and nbytes > 0 for began, ended, nbytes in told)

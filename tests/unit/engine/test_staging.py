@@ -112,7 +112,7 @@ def check(
     plan = planned(leaves, budget)
     for number, memory in staged(plan, leaves, mode, room):
         batch = plan.batches[number]
-        found = batch_contents(batch, plan.leaves, memory, None).digests
+        found = batch_contents(batch, plan.leaves, memory, {}).digests
         expected = np.zeros(batch.nbytes, np.uint8)
         for chunk, each in zip(batch.chunks, found, strict=True):
             leaf = plan.leaves[chunk.leaf]

@@ -16,7 +16,7 @@ import ckpt
 from ckpt._format.leaf_table import LeafColumns, LeafEntry, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._plan.leaf_entries import check_leaves
-from ckpt._vitals.signs import LeafSigns
+from ckpt._vitals.records import LeafSigns
 from ckpt.errors import CorruptCheckpointError
 from ckpt.manifest import decode, encode, peek
 

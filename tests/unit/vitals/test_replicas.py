@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt._vitals.replicas import COPY, no_copies, unequal_leaves
+from ckpt._vitals.extension.merged_signs import unequal_leaves
+from ckpt._vitals.records import COPY, no_copies
 
 Prints = tuple[int, int]
 # By process, leaf and chunk the fingerprint; few of each, so that many meet.

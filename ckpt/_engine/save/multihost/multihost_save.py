@@ -26,11 +26,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._engine.save.multihost.save_report import SaveReport, decode_report, encode_report
-from ckpt._format.leaf_table import LeafTable
+from ckpt._format.leaf_table import LeafTable, has_signs
 from ckpt._format.manifest import ItemEntry, Manifest, decode, encode
 from ckpt._plan.ownership import ProcessGroup
 from ckpt._runtime.threads import run_in_thread
-from ckpt._vitals.signs import UNKNOWN
 from ckpt.coordination._collectives import gathered
 from ckpt.coordination._heartbeat import beating
 from ckpt.coordination._operation import Operation
@@ -453,12 +452,12 @@ def _summary(manifest: Manifest) -> Manifest:
 def _notable(table: LeafTable) -> LeafTable:
     """Return the arrays that are not known to be finite and equal, without their chunks."""
     are_arrays = np.array([form.dtype is not None for form in table.forms] or [False])[table.form]
-    signs = table.signs
-    if len(signs):
-        are_notable = (signs["norm"] == UNKNOWN) | (signs["nonfinite"] > 0)
-        are_notable[list(table.unequal)] = True
-        chosen = np.flatnonzero(are_arrays & are_notable)
-        signs = signs[chosen]
+    signs = None
+    if has_signs(table):
+        from ckpt._vitals.stored_signs import notable_arrays
+
+        chosen = notable_arrays(table, are_arrays)
+        signs = table.signs[chosen]
     else:
         # Without vital signs, one array says as much as all.
         chosen = np.flatnonzero(are_arrays)[:1]

@@ -1,4 +1,4 @@
-"""Frozen leaves: leaves that the user declares unchanged. Pure.
+"""Frozen leaves: leaves that the user declares unchanged, checked on their devices.
 
 No result depends on that declaration: it only selects the leaves that are worth a check before they
 are copied from their devices.
@@ -7,16 +7,25 @@ are copied from their devices.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from msgspec import Struct, field
 
 from ckpt._arguments import invalid
+from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import Array, ItemReport
+from ckpt._settings import SignsPlace
 from ckpt._tree.patterns import Pattern, compile_pattern
 from ckpt._tree.suggestions import near_miss
+from ckpt._vitals.extension.device_pass import begin_pass
+from ckpt._vitals.extension.kernels import Kernels
+from ckpt._vitals.extension.merged_signs import NAME
 from ckpt.errors import InvalidArgumentError
+
+# Only exact signs can prove equality; norms depend on the order of summation.
+_EXACT = ("fingerprint", "nonfinite", "absmax")
 
 
 class FrozenLeaves(Struct):
@@ -93,3 +102,46 @@ def _digests(numbers: Sequence[int], report: ItemReport) -> dict[tuple[int, int]
     rows: Array = report.rows[places]
     keys = zip(rows["leaf"].tolist(), rows["number"].tolist(), strict=True)
     return dict(zip(keys, map(bytes, report.digests[places]), strict=True))
+
+
+def unchanged_leaves(
+    candidates: Collection[int],
+    place: SignsPlace,
+    plans: Sequence[LeafPlan],
+    leaves: Sequence[Any],
+    before: ItemReport,
+    kernels: Kernels,
+) -> list[int]:
+    """Return the leaves whose chunks all have the vital signs that they had in the step before.
+
+    Waits for the devices. Leaves whose signs the devices do not take are left out, and so are
+    leaves whose earlier signs are unknown.
+
+    Args:
+        candidates: Numbers of the leaves to check.
+        place: Place where vital signs are taken.
+        plans: The plans of all leaves.
+        leaves: The leaves.
+        before: The report of this process on the step before.
+        kernels: The kernels compiled so far.
+    """
+    notes = before.notes.get(NAME)
+    if notes is None:
+        return []
+    others = set(range(len(plans))) - set(candidates)
+    passed = begin_pass(place, plans, leaves, others, kernels)
+    found = []
+    # Digests find unchanged leaves among the others.
+    for leaf in sorted(passed.looked_at):
+        places = np.flatnonzero(before.rows["leaf"] == leaf)
+        numbers = before.rows["number"][places].tolist()
+        records = [passed.record(leaf, number) for number in numbers]
+        pairs = zip(records, notes.records[places], strict=True)
+        if records and all(
+            own is not None
+            and known["norm"] >= 0
+            and all((own[name] == known[name]).all() for name in _EXACT)
+            for own, known in pairs
+        ):
+            found.append(leaf)
+    return found

@@ -14,13 +14,14 @@ import jax
 import numpy as np
 
 from ckpt._engine.memory.staging import host_bytes, shards_of
-from ckpt._engine.signs.device_pass import can_be_passed, joined, key_of, signs_records
-from ckpt._engine.signs.kernels import Kernels
 from ckpt._format.dtypes import parse_dtype
-from ckpt._format.leaf_table import LeafTable
+from ckpt._format.leaf_table import LeafTable, has_signs, signs_at
 from ckpt._format.regions import Region, addressable_regions, whole
 from ckpt._plan.targets import ArrayRead
-from ckpt._vitals.signs import SIGNS, Array, box_signs, join_signs, signs_of
+from ckpt._vitals.extension.device_pass import can_be_passed, joined, key_of, signs_records
+from ckpt._vitals.extension.kernels import Kernels
+from ckpt._vitals.records import SIGNS, Array, signs_of
+from ckpt._vitals.signs import box_signs, join_signs
 from ckpt.errors import DeviceMismatchError, InvalidArgumentError
 
 logger = logging.getLogger("ckpt")
@@ -30,7 +31,7 @@ _NAMED = 5
 
 
 def check_arrays(
-    leaves: LeafTable, reads: Sequence[ArrayRead], arrays: Sequence[Any], kernels: Kernels
+    kernels: Kernels, leaves: LeafTable, reads: Sequence[ArrayRead], arrays: Sequence[Any]
 ) -> None:
     """Compare restored arrays with their fingerprints in a manifest.
 
@@ -38,16 +39,16 @@ def check_arrays(
     together, and those that other processes have parts of.
 
     Args:
+        kernels: The kernels of the engine.
         leaves: The leaves of the item.
         reads: The reads of the restore.
         arrays: The restored array of each read.
-        kernels: The kernels of the engine.
 
     Raises:
         DeviceMismatchError: Arrays differ from the saved ones; names them, and devices.
         InvalidArgumentError: The step has no vital signs.
     """
-    if any(read.value is None for read in reads) and not len(leaves.signs):
+    if any(read.value is None for read in reads) and not has_signs(leaves):
         raise InvalidArgumentError(
             "verify='device': the step has no vital signs to compare with; it has to be saved with "
             "extensions=[ckpt.extensions.VitalSigns()]"
@@ -58,7 +59,7 @@ def check_arrays(
         if read.value is not None:
             # The value came from the manifest, which has a digest of its own.
             continue
-        saved = None if read.leaf is None else signs_of(leaves.signs[read.leaf])
+        saved = None if read.leaf is None else signs_at(leaves, read.leaf)
         data = jax.random.key_data(array) if read.target.kind == "key" else array
         if saved is None or not _is_as_saved(read, data):
             left_out.append(read.path)

@@ -1,0 +1,123 @@
+"""The interface of extensions that note something about the chunks of arrays.
+
+    ChunkExtension   one manager      begin_save   committed   after_save   check
+      NotesOfSave    one save         of_item   check_items
+        NotesOfItem  one item of it   unchanged   begin   records   finish
+
+`records` are made for each staged batch, beside its digests. They go with the places of the chunks
+through the reports of processes, and `ckpt.extensions.merge_notes` makes columns of the manifest of
+them. A save without extensions calls nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ckpt._format.manifest import ItemEntry, Manifest, Node
+from ckpt._plan.chunking import LeafPlan
+from ckpt._plan.item_reports import ChunkNotes, ItemReport
+from ckpt._plan.write_batches import Chunk, WriteBatch
+
+Array = np.ndarray[Any, Any]
+# Takes the next bytes of a chunk.
+Take = Callable[[memoryview], object]
+
+
+class NotesOfItem(Protocol):
+    """The notes on one item of one save, or on a part of it. Called in worker threads.
+
+    Attributes:
+        none: Notes on no chunk.
+    """
+
+    @property
+    def none(self) -> ChunkNotes: ...
+
+    def unchanged(
+        self,
+        plans: Sequence[LeafPlan],
+        leaves: Sequence[Any],
+        base: ItemReport,
+        same: Sequence[int],
+    ) -> list[int]:
+        """Return leaves that hold the same values as in the step before, so that none is staged.
+
+        Args:
+            plans: The plans of all leaves.
+            leaves: The leaves.
+            base: The report of this process on the step before.
+            same: Numbers of the leaves that are known to be the same; they are left out.
+        """
+
+    def begin(
+        self,
+        plans: Sequence[LeafPlan],
+        leaves: Sequence[Any],
+        base: ItemReport | None,
+        same: Sequence[int],
+    ) -> None:
+        """Begin, before anything is staged and before the caller goes on and donates its arrays.
+
+        Args:
+            plans: The plans of all leaves.
+            leaves: The leaves.
+            base: The report of this process on the step before; None without any.
+            same: Numbers of the leaves that are the same arrays as then, and are not staged.
+        """
+
+    def records(
+        self, batch: WriteBatch, bytes_of: Callable[[Chunk], Array], takes: Sequence[Take]
+    ) -> Array:
+        """Return a record for each chunk of a staged batch.
+
+        Args:
+            batch: The batch.
+            bytes_of: Returns the bytes of a chunk, in C order and without padding; `[n] uint8`.
+            takes: For each chunk a function that takes all of its bytes, in order. It is called
+                here, so that each byte is read from memory once.
+        """
+
+    def finish(self, report: ItemReport, base: ItemReport | None, process: int) -> ChunkNotes:
+        """Return the notes on all chunks of this process, once all are digested; may warn.
+
+        Args:
+            report: The chunks, with the records of `records` and of the chunks of `base` in it.
+            base: The report on the step before; None without any.
+            process: Number of this process.
+        """
+
+
+class NotesOfSave(Protocol):
+    """The notes on one save."""
+
+    def of_item(self, item: str, nodes: Sequence[Node], names: Sequence[str]) -> NotesOfItem:
+        """Return the notes on an item, which has these nodes and stored names of leaves."""
+
+    def check_items(self) -> None:
+        """Raise an error if the items are not what the extension expects; all are staged."""
+
+
+class ChunkExtension(Protocol):
+    """An extension of one manager, or of one call.
+
+    Attributes:
+        name: Name of its notes in reports.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def begin_save(self) -> NotesOfSave:
+        """Begin a save."""
+
+    def merged(self, entries: Mapping[str, ItemEntry]) -> None:
+        """Look at the entries of the items, merged over all processes of a job."""
+
+    def committed(self, manifest: Manifest, where: str) -> None:
+        """Look at the manifest of a published step; `where` is its path."""
+
+    async def after_save(self, goes_on: Callable[[], bool]) -> None:
+        """Work while nobody waits, as long as `goes_on` returns True; on the engine's loop."""

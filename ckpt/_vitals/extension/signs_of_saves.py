@@ -1,0 +1,250 @@
+"""Vital signs as an extension of saves: `SignsOfManager`, `SignsOfSave` and `SignsOfItem`.
+
+They are a `ChunkExtension`, and what it makes for a save and for an item of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from ckpt._format.dtypes import DTYPES
+from ckpt._format.manifest import ItemEntry, Manifest, Node
+from ckpt._plan.chunking import LeafPlan
+from ckpt._plan.item_reports import ChunkNotes, ItemReport
+from ckpt._plan.write_batches import Chunk, WriteBatch
+from ckpt._redaction import redact
+from ckpt._settings import SignsPlace
+from ckpt._tree.boxes import unboxed_names
+from ckpt._tree.patterns import Pattern
+from ckpt._vitals.extension.device_pass import DevicePass, begin_pass
+from ckpt._vitals.extension.frozen_leaves import FrozenLeaves, changed_leaves, unchanged_leaves
+from ckpt._vitals.extension.kernels import Kernels
+from ckpt._vitals.extension.merged_signs import NAME, warn_of_unequal
+from ckpt._vitals.records import SIGNS, Array, no_copies, no_signs
+from ckpt._vitals.signs import Taker, box_signs, whole_signs
+from ckpt._vitals.stored_signs import nonfinite_leaves
+
+logger = logging.getLogger("ckpt")
+
+# Most leaves that a warning names.
+_NAMED = 5
+# Bytes of small arrays whose signs are taken together.
+_TOGETHER_BYTES = 1 << 19
+_NONE = ChunkNotes(no_signs(0), no_signs(1)[0], no_copies())
+
+
+class SignsOfManager:
+    """The vital signs that the saves of a manager take.
+
+    Attributes:
+        name: Name of the extension.
+    """
+
+    name: str = NAME
+
+    def __init__(self, place: SignsPlace, frozen: tuple[Pattern, ...], kernels: Kernels) -> None:
+        """Take the signs at `place`.
+
+        Args:
+            place: Place where they are taken.
+            frozen: Patterns of leaves that are checked for changes before they are staged.
+            kernels: Kernels for devices.
+        """
+        self._place = place
+        self._frozen = frozen
+        self._kernels = kernels
+        # Leaves in which the last save found values that are not finite.
+        self._odd_leaves: frozenset[str] = frozenset()
+
+    def begin_save(self) -> SignsOfSave:
+        """See `ChunkExtension.begin_save`."""
+        return SignsOfSave(self._place, FrozenLeaves(self._frozen), self._kernels)
+
+    def merged(self, entries: Mapping[str, ItemEntry]) -> None:
+        """Warn of leaves of which processes should hold the same values, and do not."""
+        warn_of_unequal(entries)
+
+    def committed(self, manifest: Manifest, where: str) -> None:
+        """Warn of the leaves of a step that have values that are not finite.
+
+        In the steps of a root, leaves are named again only if they differ from those of the step
+        before: every step has the infinite values of, say, a mask.
+        """
+        found = nonfinite_leaves(manifest)
+        are_known = manifest.step is not None and found.keys() == self._odd_leaves
+        self._odd_leaves = frozenset(found)
+        if not found or are_known:
+            return
+        named = [f"{leaf:.80} ({count})" for leaf, count in list(found.items())[:_NAMED]]
+        logger.warning(
+            "%s was saved with NaN or infinite values in %s: %s%s",
+            redact(where) if manifest.step is None else f"step {manifest.step}",
+            "1 leaf" if len(found) == 1 else f"{len(found)} leaves",
+            ", ".join(named),
+            ", ..." if len(found) > _NAMED else "",
+        )
+
+    async def after_save(self, goes_on: Callable[[], bool]) -> None:
+        """Compile the kernels that saves wanted."""
+        await self._kernels.compile_wanted(goes_on)
+
+
+class SignsOfSave:
+    """The vital signs of one save."""
+
+    def __init__(self, place: SignsPlace, frozen: FrozenLeaves, kernels: Kernels) -> None:
+        self._place = place
+        self._frozen = frozen
+        self._kernels = kernels
+
+    def of_item(self, item: str, nodes: Sequence[Node], names: Sequence[str]) -> SignsOfItem:
+        """See `NotesOfSave.of_item`."""
+        frozen: Sequence[int] = ()
+        if self._frozen.patterns:
+            frozen = self._frozen.numbers(unboxed_names(nodes, names))
+        return SignsOfItem(item, self._place, frozen, self._kernels)
+
+    def check_items(self) -> None:
+        """Check that every pattern of frozen leaves covers one; see `FrozenLeaves.check_used`."""
+        self._frozen.check_used()
+
+
+class SignsOfItem:
+    """The vital signs of one item of a save.
+
+    Attributes:
+        none: Notes on no chunk.
+    """
+
+    none: ChunkNotes = _NONE
+
+    def __init__(
+        self, item: str, place: SignsPlace, frozen: Sequence[int], kernels: Kernels
+    ) -> None:
+        self._item = item
+        self._place = place
+        self._frozen = frozen
+        self._kernels = kernels
+        self._plans: Sequence[LeafPlan] = ()
+        self._pass = DevicePass({})
+        # Leaves whose replicas an earlier save has compared, so devices need not compare them
+        # again.
+        self._unseen: list[int] = []
+
+    def unchanged(
+        self,
+        plans: Sequence[LeafPlan],
+        leaves: Sequence[Any],
+        base: ItemReport,
+        same: Sequence[int],
+    ) -> list[int]:
+        """Return the frozen leaves that devices find unchanged; see `NotesOfItem.unchanged`."""
+        candidates = sorted(set(self._frozen).difference(same))
+        if not candidates:
+            return []
+        return unchanged_leaves(candidates, self._place, plans, leaves, base, self._kernels)
+
+    def begin(
+        self,
+        plans: Sequence[LeafPlan],
+        leaves: Sequence[Any],
+        base: ItemReport | None,
+        same: Sequence[int],
+    ) -> None:
+        """Let devices take the signs of arrays; see `NotesOfItem.begin`."""
+        known = None if base is None else base.notes.get(NAME)
+        if known is not None:
+            self._unseen = sorted(known.seen.intersection(same))
+        self._plans = plans
+        self._pass = begin_pass(self._place, plans, leaves, self._unseen, self._kernels)
+
+    def records(
+        self, batch: WriteBatch, bytes_of: Callable[[Chunk], Array], takes: Sequence[Taker]
+    ) -> Array:
+        """See `NotesOfItem.records`."""
+        return _batch_records(batch, self._plans, self._pass, bytes_of, takes)
+
+    def finish(self, report: ItemReport, base: ItemReport | None, process: int) -> ChunkNotes:
+        """Return the signs of all chunks, and the replicas on devices of this process.
+
+        A warning names devices of this process that should hold the same values and do not;
+        another one names frozen leaves that have changed.
+        """
+        self._pass.warn_of_unequal(self._item)
+        copies = self._pass.copies(process)
+        if base is not None:
+            if self._unseen:
+                earlier = base.notes[NAME].others
+                copies = np.concatenate([copies, earlier[np.isin(earlier["leaf"], self._unseen)]])
+            if self._frozen:
+                self._warn_of_changes(base, report)
+        seen = self._pass.looked_at.union(self._unseen)
+        return replace(report.notes[NAME], others=copies, seen=seen)
+
+    def _warn_of_changes(self, base: ItemReport, report: ItemReport) -> None:
+        changed = changed_leaves(self._frozen, base, report)
+        if changed:
+            names = [repr(self._plans[number].name) for number in changed]
+            logger.warning(
+                "item %r: frozen leaves have changed, and were written: %s%s",
+                self._item,
+                ", ".join(names[:_NAMED]),
+                f", and {len(names) - _NAMED} more" if len(names) > _NAMED else "",
+            )
+
+
+def _batch_records(
+    batch: WriteBatch,
+    plans: Sequence[LeafPlan],
+    found: DevicePass,
+    bytes_of: Callable[[Chunk], Array],
+    takes: Sequence[Taker],
+) -> Array:
+    """Return the record of each chunk of a staged batch; see `NotesOfItem.records`.
+
+    `found` are the signs that devices have taken.
+    """
+    if batch.packed:
+        return _packed_signs(batch, plans, bytes_of, takes)
+    records = np.empty(len(batch.chunks), SIGNS)
+    for number, (chunk, take) in enumerate(zip(batch.chunks, takes, strict=True)):
+        data, known = bytes_of(chunk), found.record(chunk.leaf, chunk.number)
+        if known is None:
+            dtype, region = DTYPES[plans[chunk.leaf].spec.dtype or ""], chunk.region
+            known = box_signs(data, region.offset, region.shape, dtype, take)
+        else:
+            take(data.data)
+        records[number] = known
+    return records
+
+
+def _packed_signs(
+    batch: WriteBatch,
+    plans: Sequence[LeafPlan],
+    bytes_of: Callable[[Chunk], Array],
+    takes: Sequence[Taker],
+) -> Array:
+    """Return the records of small leaves; equal shapes and dtypes are taken together."""
+    signs = np.zeros(len(batch.chunks), SIGNS)
+    # Keyed by shape and dtype, of which thousands of leaves have a few.
+    alike: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    for number, (chunk, take) in enumerate(zip(batch.chunks, takes, strict=True)):
+        take(bytes_of(chunk).data)
+        spec = plans[chunk.leaf].spec
+        if chunk.nbytes:
+            alike.setdefault((spec.shape, spec.dtype or ""), []).append(number)
+    for (shape, dtype), numbers in alike.items():
+        nbytes = batch.chunks[numbers[0]].nbytes
+        step = max(_TOGETHER_BYTES // nbytes, 1)
+        for start in range(0, len(numbers), step):
+            some = numbers[start : start + step]
+            arrays = np.empty((len(some), nbytes), np.uint8)
+            for row, number in enumerate(some):
+                arrays[row] = bytes_of(batch.chunks[number])
+            signs[some] = whole_signs(arrays, shape, DTYPES[dtype])
+    return signs
