@@ -11,11 +11,13 @@ them. A save without extensions calls nothing of this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from ckpt._format.chunk_locations import ChunkLocation
+from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import ItemEntry, Manifest, Node
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import ChunkNotes, ItemReport
@@ -98,6 +100,29 @@ class NotesOfSave(Protocol):
 
     def check_items(self) -> None:
         """Raise an error if the items are not what the extension expects; all are staged."""
+
+
+class TakesBytes(Protocol):
+    """Takes the bytes of one chunk that is read."""
+
+    def update(self, data: memoryview, /) -> object:
+        """Take the next bytes, without padding."""
+
+    def sums(self) -> Any:
+        """Return what `ReadCheck.add` takes of the chunk, at its end."""
+
+
+class ReadCheck(Protocol):
+    """A check of the bytes of a step while `verify` reads them."""
+
+    def of_chunk(self, leaf: LeafEntry, place: ChunkLocation) -> TakesBytes | None:
+        """Return what takes the bytes of a chunk; None if there is nothing to check."""
+
+    def add(self, item: str, chunks: Iterable[tuple[int, Any]]) -> None:
+        """Add the sums of chunks whose digests are right, with the numbers of their leaves."""
+
+    def problems(self, manifest: Manifest) -> Iterable[tuple[str, str, str]]:
+        """Yield item, leaf and fault of each leaf that is wrong."""
 
 
 class ChunkExtension(Protocol):

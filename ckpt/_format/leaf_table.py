@@ -544,8 +544,8 @@ def _read_signs(columns: LeafColumns) -> Records | None:
     return read(len(columns.names), *given)
 
 
-def has_signs(table: LeafTable) -> bool:
-    """Return True if the vital signs of some leaf are known."""
+def has_notes(table: LeafTable) -> bool:
+    """Return True if an extension has noted something of the values of some leaf."""
     return table._signs is not None
 
 

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from ckpt._format.digests import digest
 from ckpt._format.history import DroppedItem, Parent, ReplacedSave, check_dropped
-from ckpt._format.leaf_table import UNKNOWN_NORM, LeafColumns, LeafTable, has_signs
+from ckpt._format.leaf_table import UNKNOWN_NORM, LeafColumns, LeafTable, has_notes
 from ckpt._format.manifest_head import (
     COMPRESSION,
     FILE_NAME,
@@ -237,7 +237,7 @@ def _nonfinite_leaves(items: Mapping[str, ItemEntry]) -> int | None:
 def _unknown_leaves(table: LeafTable) -> int:
     are_arrays = np.array([form.dtype is not None for form in table.forms] or [False])
     arrays = are_arrays[table.form]
-    known = table.signs["norm"][arrays] != UNKNOWN_NORM if has_signs(table) else []
+    known = table.signs["norm"][arrays] != UNKNOWN_NORM if has_notes(table) else []
     return int(np.count_nonzero(arrays)) - int(np.count_nonzero(known))
 
 

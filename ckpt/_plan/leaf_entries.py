@@ -11,7 +11,7 @@ import numpy as np
 
 from ckpt._format.array_format import CODECS
 from ckpt._format.dtypes import parse_dtype
-from ckpt._format.leaf_table import LeafForm, LeafTable, has_signs
+from ckpt._format.leaf_table import LeafForm, LeafTable, has_notes
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.regions import chunk_grid
 from ckpt._tree.leaf_kinds import (
@@ -56,7 +56,7 @@ def check_leaves(item: ItemEntry) -> None:
     chunks = np.array([_most_bytes(form) for form in table.forms] or [0], np.float64)
     owners = np.repeat(np.arange(len(table)), np.diff(table.firsts))
     _check_chunks(item, codecs[table.form][owners], chunks[table.form][owners], owners)
-    if has_signs(table):
+    if has_notes(table):
         from ckpt._vitals.stored_signs import check_signs
 
         check_signs(table)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckpt._plan.item_reports import MergedNotes
     from ckpt._plan.targets import ArrayRead
     from ckpt._vitals.extension.kernels import Kernels
+    from ckpt._vitals.extension.read_fingerprints import ReadFingerprints
     from ckpt._vitals.extension.signs_of_saves import SignsOfManager
 
 __all__ = ["VitalSigns"]
@@ -115,6 +116,13 @@ def device_check(
     from ckpt._vitals.extension.restored_arrays import check_arrays
 
     return partial(check_arrays, _kernels_in(states))
+
+
+def read_check() -> ReadFingerprints:
+    """Return a check of the bytes of a step while `verify` reads them; see `ReadCheck`."""
+    from ckpt._vitals.extension.read_fingerprints import ReadFingerprints
+
+    return ReadFingerprints()
 
 
 def _kernels_in(states: dict[str, Any]) -> Kernels:

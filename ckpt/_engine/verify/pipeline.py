@@ -12,18 +12,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 
 from msgspec import Struct, field
 
+from ckpt._engine.chunk_extensions import ReadCheck
 from ckpt._engine.restore.step_files import StepFiles
 from ckpt._engine.restore.virtual_files import VirtualFiles, files_of, unverified_arrays
 from ckpt._engine.verify.consistency import contradictions
 from ckpt._engine.verify.damage import DamagedFile, problems_of_item
 from ckpt._engine.verify.file_selection import NO_LIMITS, FileSelection, ReadLimits
-from ckpt._engine.verify.fingerprints import ReadFingerprints
 from ckpt._engine.verify.report import Problem, VerifyReport
 from ckpt._engine.verify.scanner import MOST_DECODED_BYTES, MOST_FOREIGN_BYTES, Scanner
 from ckpt._engine.verify.sources import FirstDigests, compare_sources, note_digests
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.chunk_locations import ChunkLocation, places_in
-from ckpt._format.leaf_table import LeafEntry
+from ckpt._format.leaf_table import LeafEntry, has_notes
 from ckpt._format.manifest import Manifest, of_item
 from ckpt._format.manifest_head import FILE_NAME, FileEntry
 from ckpt._runtime.threads import run_in_thread
@@ -146,9 +146,16 @@ async def _compare_unless_deleted(
     files = files_of(storage, step_dir, manifest)
     most_decoded = MOST_FOREIGN_BYTES if manifest.sources else MOST_DECODED_BYTES
     recorder = EventRecorder("verify", manifest.step, observers)
-    scanner = Scanner(files, recorder, most_decoded)
+    check = None
+    if any(has_notes(item.leaves) for item in manifest.items.values()):
+        from ckpt.extensions import read_check
+
+        check = read_check()
+    scanner = Scanner(files, recorder, most_decoded, check)
     try:
-        await _compare(storage, place, manifest, files, scanner if deep else None, limits, work)
+        await _compare(
+            storage, place, manifest, files, scanner if deep else None, limits, work, check
+        )
     finally:
         scanner.close()
         work.nbytes = scanner.nbytes
@@ -168,6 +175,7 @@ async def _compare(
     scanner: Scanner | None,
     limits: ReadLimits,
     work: _Findings,
+    check: ReadCheck | None,
 ) -> None:
     """Compare the files in the directory `place` of the root with a manifest."""
     wrong = await run_in_thread(contradictions, manifest)
@@ -194,9 +202,10 @@ async def _compare(
         async def goes_on(path: str, nbytes: int) -> bool:
             return path in work.unsized and await _goes_on(storage, place, path, nbytes)
 
-        fingerprints = ReadFingerprints()
-        damages |= await _damages_read(manifest, selection, chunks, scanner, goes_on, fingerprints)
-        work.problems.extend(fingerprints.problems(manifest))
+        damages |= await _damages_read(manifest, selection, chunks, scanner, goes_on, check)
+        if check is not None:
+            found_wrong = check.problems(manifest)
+            work.problems.extend(Problem(FILE_NAME, *each) for each in found_wrong)
         work.unread = selection.left_out
     by_item: dict[str | None, list[DamagedFile]] = {}
     # In the order of the manifest, not of discovery.
@@ -290,7 +299,7 @@ async def _damages_read(
     chunks: Mapping[str, tuple[list[ChunkLocation], Sequence[LeafEntry]]],
     scanner: Scanner,
     goes_on: Callable[[str, int], Awaitable[bool]],
-    fingerprints: ReadFingerprints,
+    check: ReadCheck | None,
 ) -> dict[str, DamagedFile]:
     """Read the selected files once; return those that differ or cannot be read."""
     damages: dict[str, DamagedFile] = {}
@@ -318,8 +327,8 @@ async def _damages_read(
                 damages[path] = DamagedFile(path, reason, known.size)
             else:
                 item = _item_of(manifest, path)
-                if item is not None:
-                    fingerprints.add(item, found.sums)
+                if item is not None and check is not None:
+                    check.add(item, found.checked)
 
     chosen = (path for path in selection.order if path in manifest.files)
     await scanner.in_lanes(((path, manifest.files[path]) for path in chosen), read)

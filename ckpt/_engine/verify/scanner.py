@@ -10,12 +10,13 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import numpy as np
 from msgspec import Struct
 
+from ckpt._engine.chunk_extensions import ReadCheck, TakesBytes
 from ckpt._engine.codecs import decode_chunk
 from ckpt._engine.restore.step_files import StepFiles
 from ckpt._engine.save.session import LANES
@@ -34,9 +35,6 @@ from ckpt._format.leaf_table import UNCHECKED, LeafEntry
 from ckpt._runtime.mappings import map_memory
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CorruptCheckpointError
-
-if TYPE_CHECKING:
-    from ckpt._vitals.fingerprint import BoxFingerprint
 
 T = TypeVar("T")
 
@@ -69,25 +67,30 @@ class ScannedFile(Struct, frozen=True):
         digest: Digest of the file.
         is_right: True if all of its chunks have the digests of their leaves, as far as known.
         first: The digests of the chunks that had none.
-        sums: The sums of the fingerprint of every chunk, with the number of its leaf.
+        checked: What the check of an extension has for each chunk, with the number of its leaf.
     """
 
     digest: str
     is_right: bool
     first: list[FirstDigest]
-    sums: list[tuple[int, tuple[int, int]]]
+    checked: list[tuple[int, Any]]
 
 
 class Scanner:
     """Reads files and chunks of one step; closing it frees its memory."""
 
     def __init__(
-        self, files: StepFiles, recorder: EventRecorder, most_decoded: int = MOST_DECODED_BYTES
+        self,
+        files: StepFiles,
+        recorder: EventRecorder,
+        most_decoded: int = MOST_DECODED_BYTES,
+        check: ReadCheck | None = None,
     ) -> None:
         """Read from `files`; every piece is reported to `recorder`.
 
-        Chunks of more than `most_decoded` bytes are not decoded.
+        Chunks of more than `most_decoded` bytes are not decoded. `check` gets the bytes of chunks.
         """
+        self._check = check
         self.nbytes = 0
         self._most_decoded = most_decoded
         self._files = files
@@ -138,7 +141,7 @@ class Scanner:
             CorruptCheckpointError: The file is missing, is shorter, or is not a regular file.
             StorageError: The store refused.
         """
-        scan = _FileScan(leaves)
+        scan = _FileScan(leaves, self._check)
         for run in _runs(segments(places, leaves, nbytes, _SEGMENT_BYTES)):
             length = run[-1].start + run[-1].nbytes - run[0].start
             piece = await self._read(path, run[0].start, length, lane)
@@ -204,15 +207,16 @@ class Scanner:
 class _FileScan:
     """The digest of a file, and the digests of chunks in it, taken piece by piece."""
 
-    def __init__(self, leaves: Sequence[LeafEntry]) -> None:
+    def __init__(self, leaves: Sequence[LeafEntry], check: ReadCheck | None) -> None:
         self._leaves = leaves
+        self._check = check
         self._file = new_digest()
         self._place: ChunkLocation | None = None
         self._chunk = new_digest()
         self._right = True
         self._first: list[FirstDigest] = []
-        self._fingerprint: BoxFingerprint | None = None
-        self._sums: list[tuple[int, tuple[int, int]]] = []
+        self._takes: TakesBytes | None = None
+        self._checked: list[tuple[int, Any]] = []
 
     def take(self, piece: memoryview, run: Sequence[FileSegment]) -> None:
         """Digest the bytes of consecutive segments."""
@@ -227,16 +231,18 @@ class _FileScan:
                 self._end_chunk()
                 self._place = segment.place
                 self._chunk = new_digest()
-                self._fingerprint = _fingerprint_of(self._leaves[segment.place.leaf], segment.place)
+                if self._check is not None:
+                    leaf = self._leaves[segment.place.leaf]
+                    self._takes = self._check.of_chunk(leaf, segment.place)
             dtype = parse_dtype(self._leaves[segment.place.leaf].dtype)
             corner = _corner(mine, segment.part, dtype)
             self._chunk.update(corner)
-            if self._fingerprint is not None:
-                self._fingerprint.update(corner)
+            if self._takes is not None:
+                self._takes.update(corner)
 
     def ended(self) -> ScannedFile:
         self._end_chunk()
-        return ScannedFile(self._file.hexdigest(), self._right, self._first, self._sums)
+        return ScannedFile(self._file.hexdigest(), self._right, self._first, self._checked)
 
     def _end_chunk(self) -> None:
         if self._place is not None:
@@ -246,8 +252,8 @@ class _FileScan:
                 self._first.append((self._place, found))
             else:
                 self._right = self._right and found == saved
-            if self._fingerprint is not None:
-                self._sums.append((self._place.leaf, self._fingerprint.sums()))
+            if self._takes is not None:
+                self._checked.append((self._place.leaf, self._takes.sums()))
 
 
 def _runs(found: Iterable[FileSegment]) -> Iterator[list[FileSegment]]:
@@ -260,16 +266,6 @@ def _runs(found: Iterable[FileSegment]) -> Iterator[list[FileSegment]]:
         run.append(segment)
     if run:
         yield run
-
-
-def _fingerprint_of(leaf: LeafEntry, place: ChunkLocation) -> BoxFingerprint | None:
-    """Return an object that fingerprints a chunk; None if its leaf has no fingerprint to match."""
-    if leaf.vital_signs is None:
-        return None
-    from ckpt._vitals.fingerprint import BoxFingerprint
-
-    region = region_of(leaf, place.number)
-    return BoxFingerprint(region.offset, region.shape, parse_dtype(leaf.dtype).itemsize)
 
 
 def _take_corner(

@@ -175,5 +175,4 @@ def _with_digests(leaves: LeafTable, found: list[FirstDigest]) -> LeafTable:
         leaves.lengths,
         leaves.same_as,
         leaves.values,
-        leaves.signs,
     )

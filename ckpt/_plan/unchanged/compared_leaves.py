@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from ckpt._format.dtypes import DTYPES
-from ckpt._format.leaf_table import DIGEST_BYTES, LeafForm, LeafTable, has_signs
+from ckpt._format.leaf_table import DIGEST_BYTES, LeafForm, LeafTable, has_notes
 from ckpt._format.manifest import Manifest
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
@@ -253,7 +253,7 @@ def _sources(table: LeafTable, numbers: Integers) -> Integers:
 def _by_fingerprint(
     tables: tuple[LeafTable, LeafTable], first: Integers, second: Integers
 ) -> Integers:
-    if not all(has_signs(table) for table in tables):
+    if not all(has_notes(table) for table in tables):
         return np.full(len(first), Verdict.UNKNOWN, np.int64)
     from ckpt._vitals.stored_signs import are_alike
 

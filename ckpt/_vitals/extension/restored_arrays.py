@@ -15,7 +15,7 @@ import numpy as np
 
 from ckpt._engine.memory.staging import host_bytes, shards_of
 from ckpt._format.dtypes import parse_dtype
-from ckpt._format.leaf_table import LeafTable, has_signs, signs_at
+from ckpt._format.leaf_table import LeafTable, has_notes, signs_at
 from ckpt._format.regions import Region, addressable_regions, whole
 from ckpt._plan.targets import ArrayRead
 from ckpt._vitals.extension.device_pass import can_be_passed, joined, key_of, signs_records
@@ -48,7 +48,7 @@ def check_arrays(
         DeviceMismatchError: Arrays differ from the saved ones; names them, and devices.
         InvalidArgumentError: The step has no vital signs.
     """
-    if any(read.value is None for read in reads) and not has_signs(leaves):
+    if any(read.value is None for read in reads) and not has_notes(leaves):
         raise InvalidArgumentError(
             "verify='device': the step has no vital signs to compare with; it has to be saved with "
             "extensions=[ckpt.extensions.VitalSigns()]"

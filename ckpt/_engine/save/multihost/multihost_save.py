@@ -26,7 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._engine.save.multihost.save_report import SaveReport, decode_report, encode_report
-from ckpt._format.leaf_table import LeafTable, has_signs
+from ckpt._format.leaf_table import LeafTable, has_notes
 from ckpt._format.manifest import ItemEntry, Manifest, decode, encode
 from ckpt._plan.ownership import ProcessGroup
 from ckpt._runtime.threads import run_in_thread
@@ -453,7 +453,7 @@ def _notable(table: LeafTable) -> LeafTable:
     """Return the arrays that are not known to be finite and equal, without their chunks."""
     are_arrays = np.array([form.dtype is not None for form in table.forms] or [False])[table.form]
     signs = None
-    if has_signs(table):
+    if has_notes(table):
         from ckpt._vitals.stored_signs import notable_arrays
 
         chosen = notable_arrays(table, are_arrays)

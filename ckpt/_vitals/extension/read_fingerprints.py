@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import Struct, field
 
-from ckpt._engine.verify.report import Problem
+from ckpt._format.chunk_locations import ChunkLocation, region_of
+from ckpt._format.dtypes import parse_dtype
+from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import Manifest
-from ckpt._format.manifest_head import FILE_NAME
+from ckpt._vitals.fingerprint import BoxFingerprint
 
 
 class _LeafSums(Struct):
@@ -22,16 +24,23 @@ class ReadFingerprints(Struct):
 
     _leaves: dict[tuple[str, int], _LeafSums] = field(default_factory=dict)
 
-    def add(self, item: str, sums: Iterable[tuple[int, tuple[int, int]]]) -> None:
-        """Add the sums of one file of an item."""
-        for leaf, (one, two) in sums:
+    def of_chunk(self, leaf: LeafEntry, place: ChunkLocation) -> BoxFingerprint | None:
+        """Return an object that fingerprints a chunk; None if its leaf has no fingerprint."""
+        if leaf.vital_signs is None:
+            return None
+        region = region_of(leaf, place.number)
+        return BoxFingerprint(region.offset, region.shape, parse_dtype(leaf.dtype).itemsize)
+
+    def add(self, item: str, chunks: Iterable[tuple[int, tuple[int, int]]]) -> None:
+        """Add the sums of the chunks of one file of an item, with the numbers of their leaves."""
+        for leaf, (one, two) in chunks:
             found = self._leaves.setdefault((item, leaf), _LeafSums())
             found.chunks += 1
             found.one += one
             found.two += two
 
-    def problems(self, manifest: Manifest) -> Iterator[Problem]:
-        """Yield the leaves whose bytes are right, and whose fingerprint in the manifest is not."""
+    def problems(self, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
+        """Yield item, leaf and fault of leaves with right bytes and a wrong fingerprint."""
         for (item, number), sums in self._leaves.items():
             leaf = manifest.items[item].leaves[number]
             # Unread or damaged leaves are reported elsewhere.
@@ -43,4 +52,4 @@ class ReadFingerprints(Struct):
                     f"its fingerprint is {leaf.vital_signs.fingerprint} there, and that of its "
                     f"bytes is {found}; its digests are right, so its vital signs are wrong"
                 )
-                yield Problem(FILE_NAME, item, leaf.name, message)
+                yield item, leaf.name, message
