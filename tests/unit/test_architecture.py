@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -76,6 +77,38 @@ SEAMS = {
     "orbax": {"orbax"},
     "etils": {"orbax"},
 }
+# The core names no extension. Lines of its rooms that still name vital signs, or the health of
+# steps that rests on them, by file; each number may only fall. In `_format` they are the columns
+# and heads of manifests, in `process_reports` the room that a report has for notes.
+CORE = ("_steps", "_engine", "_plan", "_tree", "_format", "storage", "_runtime", "coordination")
+WORDS_OF_SIGNS = re.compile(
+    r"vital|signs_|_signs|\.signs\b|signs=|nonfinite|not finite|unequal|health|frozen leaves", re.I
+)
+NAMES_SIGNS = {
+    "_engine/save/multihost/multihost_save.py": 5,
+    "_format/dtypes.py": 1,
+    "_format/history.py": 2,
+    "_format/leaf_table.py": 58,
+    "_format/manifest.py": 18,
+    "_format/manifest_head.py": 4,
+    "_plan/leaf_entries.py": 2,
+    "_plan/multihost/process_reports.py": 6,
+    "_plan/unchanged/compared_leaves.py": 4,
+    "_steps/index.py": 8,
+    "_steps/previous_steps.py": 27,
+    "_steps/processes.py": 8,
+    "_steps/reader.py": 10,
+    "_steps/removal/all_disks.py": 22,
+    "_steps/removal/recorded_policy.py": 2,
+    "_steps/removal/retention.py": 12,
+    "_steps/restores/restore_arguments.py": 8,
+    "_steps/restores/step_choice.py": 38,
+    "_steps/saves/after_saves.py": 4,
+    "_steps/saves/overwrite.py": 1,
+    "_steps/step_metadata.py": 13,
+    # A process that watches signs of life.
+    "coordination/_operation.py": 2,
+}
 MAX_LINES = 600
 MAX_FILES = 15
 
@@ -126,6 +159,32 @@ def test_a_room_imports_only_from_floors_below_its_own(module: str) -> None:
         # A package that only hands on names of its own files is no floor for them.
         if other and other != room and not module.startswith(f"{imported}."):
             assert FLOOR_OF[other] < FLOOR_OF[room], f"{module} imports upwards: {imported}"
+
+
+def test_the_core_names_vital_signs_only_where_it_is_known_to() -> None:
+    found = {
+        str(path.relative_to(PACKAGE)): sum(
+            bool(WORDS_OF_SIGNS.search(line)) for line in path.read_text().splitlines()
+        )
+        for room in CORE
+        for path in (PACKAGE / room).rglob("*.py")
+    }
+    assert {name: count for name, count in found.items() if count} == NAMES_SIGNS
+
+
+def test_a_save_and_a_restore_without_extensions_import_none(tmp_path: Path) -> None:
+    script = (
+        "import sys, numpy, ckpt.sync as ckpt\n"
+        f"with ckpt.CheckpointManager({str(tmp_path)!r}, keep=1) as mgr:\n"
+        "    for step in range(3): mgr.save(step, {'w': numpy.ones(4)})\n"
+        f"with ckpt.CheckpointManager({str(tmp_path)!r}) as mgr:\n"
+        "    mgr.restore(2); mgr.metadata(2); mgr.verify(2)\n"
+        "print([m for m in sys.modules if m.startswith(('ckpt._vitals', 'ckpt.extensions'))])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert run.stdout.strip() == "[]"
 
 
 def test_no_folder_is_a_flat_drawer() -> None:
