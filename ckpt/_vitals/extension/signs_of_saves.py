@@ -233,8 +233,9 @@ def _packed_signs(
     signs = np.zeros(len(batch.chunks), SIGNS)
     # Keyed by shape and dtype, of which thousands of leaves have a few.
     alike: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    data = [bytes_of(chunk) for chunk in batch.chunks]
     for number, (chunk, take) in enumerate(zip(batch.chunks, takes, strict=True)):
-        take(bytes_of(chunk).data)
+        take(data[number].data)
         spec = plans[chunk.leaf].spec
         if chunk.nbytes:
             alike.setdefault((spec.shape, spec.dtype or ""), []).append(number)
@@ -245,6 +246,6 @@ def _packed_signs(
             some = numbers[start : start + step]
             arrays = np.empty((len(some), nbytes), np.uint8)
             for row, number in enumerate(some):
-                arrays[row] = bytes_of(batch.chunks[number])
+                arrays[row] = data[number]
             signs[some] = whole_signs(arrays, shape, DTYPES[dtype])
     return signs
