@@ -1,0 +1,83 @@
+"""One process or several: who outside of the job's own rooms asks, as a list that only shrinks."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+
+from tests.unit.test_architecture import MODULES, name_of
+
+# The rooms of jobs of several processes; and those that speak of processes which have saved, or
+# would restore, a checkpoint that they describe.
+OWN_ROOMS = (
+    "ckpt.coordination",
+    "ckpt._steps.processes",
+    "ckpt._engine.save.multihost",
+    "ckpt._plan.multihost",
+    "ckpt._plan.ownership",
+    "ckpt._inspection",
+    "ckpt.cli",
+    "ckpt.testing",
+)
+# Questions "is this process alone, or which one of several is it?", by module. A number is lowered
+# with the question that goes; none is ever raised. In `_tiers.settings`, and once in
+# `_tiers.memory`, `peers` is a setting of the user.
+QUESTIONS = {
+    "ckpt._api.base": 1,
+    "ckpt._engine.plan_cache": 4,
+    "ckpt._engine.save.item_writer": 8,
+    "ckpt._engine.save.pipeline": 2,
+    "ckpt._engine.save.publication": 3,
+    "ckpt._engine.save.step_manifest": 6,
+    "ckpt._plan.chunking": 1,
+    "ckpt._plan.save_plan": 7,
+    "ckpt._steps.factory": 1,
+    "ckpt._steps.reader": 2,
+    "ckpt._steps.restores.step_choice": 1,
+    "ckpt._steps.root": 1,
+    "ckpt._steps.saves.one_shot": 3,
+    "ckpt._steps.saves.overwrite": 2,
+    "ckpt._steps.saves.queue": 5,
+    "ckpt._steps.service": 7,
+    "ckpt._tiers.factory": 6,
+    "ckpt._tiers.memory": 4,
+    "ckpt._tiers.peer_replication": 1,
+    "ckpt._tiers.service": 1,
+    "ckpt._tiers.settings": 1,
+    "ckpt._tiers.tier_drains": 2,
+    "ckpt.handlers._stateful": 1,
+    "ckpt.handlers._two_phase": 1,
+}
+KINDS = {"SoloSave", "MultihostSave", "OneProcess", "SharedRoot", "SeparateRoots"}
+ANSWERS = {"is_alone", "own_disks", "leads", "publishes", "owns_root", "tidies_alone"}
+COUNTS = ("process_count", "processes.count", "group.count", "writer.processes")
+OTHERS = {"peers", "processes.peers", "group", "plan.group", "self._group", "self._processes.steps"}
+
+
+def questions(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=attr, ctx=ast.Load()) if attr in ANSWERS:
+                yield ast.unparse(node)
+            case ast.Call(func=ast.Name(id="isinstance"), args=[_, kind]) if KINDS & {
+                each.id for each in ast.walk(kind) if isinstance(each, ast.Name)
+            }:
+                yield ast.unparse(node)
+            case ast.Compare(left=left, comparators=[ast.Constant(value=0 | 1)]) if ast.unparse(
+                left
+            ).endswith(COUNTS):
+                yield ast.unparse(node)
+            case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot()]) if (
+                ast.unparse(left) in OTHERS
+            ):
+                yield ast.unparse(node)
+
+
+def test_no_more_is_asked_than_the_list_says() -> None:
+    asked = Counter[str]()
+    for path in MODULES:
+        name = name_of(path)
+        if not name.startswith(OWN_ROOMS):
+            asked[name] = sum(1 for _ in questions(ast.parse(path.read_text())))
+    assert {name: count for name, count in asked.items() if count} == QUESTIONS
