@@ -26,10 +26,10 @@ from typing import Any
 import anyio
 import msgspec
 
+from ckpt._job.processes import SeparateRoots
 from ckpt._redaction import redact
 from ckpt._runtime.futures import settled
 from ckpt._runtime.threads import run_in_thread
-from ckpt._steps.processes import SeparateRoots
 from ckpt._steps.service import RootService
 from ckpt._tiers.agent.client import AgentClient
 from ckpt._tiers.agent.messages import (

@@ -26,9 +26,17 @@ import anyio
 import anyio.lowlevel
 
 from ckpt.coordination._base import KeyValues
-from ckpt.coordination._deadline import DeadlineKeyValues
 from ckpt.coordination._failures import pack_error, unpack_error
-from ckpt.coordination._heartbeat import Pulse, Signs, Stage, hello, missing_text, silence, who
+from ckpt.coordination._heartbeat import (
+    DeadlineKeyValues,
+    Pulse,
+    Signs,
+    Stage,
+    hello,
+    missing_text,
+    silence,
+    who,
+)
 from ckpt.errors import CheckpointError, CoordinationError, CoordinationTimeoutError, located
 
 _logger = logging.getLogger(__name__)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 from tests.unit.test_architecture import MODULES, name_of
 
 # The rooms of jobs of several processes; and those that speak of processes which have saved, or
 # would restore, a checkpoint that they describe.
 OWN_ROOMS = (
-    "ckpt.coordination",
-    "ckpt._steps.processes",
-    "ckpt._engine.save.multihost",
+    "ckpt._job",
     "ckpt._plan.multihost",
-    "ckpt._plan.ownership",
+    "ckpt.coordination",
     "ckpt._inspection",
     "ckpt.cli",
     "ckpt.testing",
@@ -24,28 +25,14 @@ OWN_ROOMS = (
 # with the question that goes; none is ever raised. In `_tiers.settings`, and once in
 # `_tiers.memory`, `peers` is a setting of the user.
 QUESTIONS = {
-    "ckpt._api.base": 1,
-    "ckpt._engine.plan_cache": 4,
-    "ckpt._engine.save.item_writer": 8,
-    "ckpt._engine.save.pipeline": 2,
-    "ckpt._engine.save.publication": 3,
-    "ckpt._engine.save.step_manifest": 6,
-    "ckpt._plan.chunking": 1,
-    "ckpt._plan.save_plan": 7,
+    "ckpt._engine.save.pipeline": 1,
     "ckpt._steps.factory": 1,
-    "ckpt._steps.reader": 2,
-    "ckpt._steps.restores.step_choice": 1,
-    "ckpt._steps.root": 1,
-    "ckpt._steps.saves.one_shot": 3,
-    "ckpt._steps.saves.overwrite": 2,
-    "ckpt._steps.saves.queue": 5,
-    "ckpt._steps.service": 7,
     "ckpt._tiers.factory": 6,
     "ckpt._tiers.memory": 4,
     "ckpt._tiers.peer_replication": 1,
     "ckpt._tiers.service": 1,
     "ckpt._tiers.settings": 1,
-    "ckpt._tiers.tier_drains": 2,
+    "ckpt._tiers.tier_drains": 1,
     "ckpt.handlers._stateful": 1,
     "ckpt.handlers._two_phase": 1,
 }
@@ -81,3 +68,31 @@ def test_no_more_is_asked_than_the_list_says() -> None:
         if not name.startswith(OWN_ROOMS):
             asked[name] = sum(1 for _ in questions(ast.parse(path.read_text())))
     assert {name: count for name, count in asked.items() if count} == QUESTIONS
+
+
+def test_a_process_that_is_alone_imports_nothing_of_jobs(tmp_path: Path) -> None:
+    script = (
+        "import sys, numpy as np, ckpt.sync\n"
+        "with ckpt.sync.CheckpointManager(sys.argv[1]) as mgr:\n"
+        "    mgr.save(1, {'w': np.ones(3)})\n"
+        "    mgr.restore(1)\n"
+        "ckpt.sync.save(sys.argv[1] + '-one', {'w': np.ones(3)})\n"
+        "ckpt.sync.load(sys.argv[1] + '-one')\n"
+        "print([name for name in sys.modules if name.startswith(tuple(sys.argv[2:]))])"
+    )
+    several = ("all_disks", "item_shares", "multihost_save", "processes", "publication", "reports")
+    rooms = [
+        "ckpt.coordination",
+        "ckpt._plan.multihost",
+        "ckpt._engine.restore.shared_reads",
+        "ckpt._engine.restore.device_exchange",
+        *(f"ckpt._job.{name}" for name in several),
+    ]
+    run = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "root", *rooms],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert run.stdout.strip() == "[]"

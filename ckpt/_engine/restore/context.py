@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 import anyio
 from msgspec import Struct, field
 
 from ckpt._engine.engine import Engine
-from ckpt._engine.restore.shared_reads import Broadcast
 from ckpt._engine.restore.step_files import OtherCopies, OwnFiles, StepFiles
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.manifest import Manifest
@@ -16,6 +16,9 @@ from ckpt._plan.chunk_reads import CONCURRENT_REQUESTS
 from ckpt._settings import ArrayMemory
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import files_folder
+
+if TYPE_CHECKING:
+    from ckpt._engine.restore.shared_reads import Broadcast
 
 # Most shared requests in progress; their sizes have to be the same in all processes.
 SHARED_REQUESTS = 4

@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from ckpt._engine.memory.buffers import Buffers
 from ckpt._engine.restore.device_exchange import DeviceExchange
+from ckpt._engine.restore.step_files import BlockReader
 from ckpt._events import EventRecorder
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import LeafEntry
@@ -48,8 +49,6 @@ from ckpt.errors import CoordinationError, CorruptCheckpointError
 Array = np.ndarray[Any, Any]
 # Fills memory with bytes of a file of the step, from an offset on.
 FileReader = Callable[[str, int, memoryview], Awaitable[None]]
-# The same, followed by a call of a function in a thread.
-BlockReader = Callable[[str, int, memoryview, Callable[[], None]], Awaitable[None]]
 
 # Largest copy that is done on the loop, since handing it to a thread takes as long.
 _SMALL_BYTES = 256 << 10
@@ -114,6 +113,12 @@ class Broadcast(Struct):
         for process, each in enumerate(every):
             if each is not None:
                 raise _different(self.peers.index, process, "it would share more of them")
+
+    def reads(
+        self, read_file: FileReader, buffers: Buffers, recorder: EventRecorder
+    ) -> SharedReads:
+        """Return the reads from the data files of one item."""
+        return SharedReads(self, read_file, buffers, recorder)
 
     def request_bytes(self, grouping: Grouping, concurrent: int) -> int:
         """Return the largest size of a coalesced request if `concurrent` are in progress."""

@@ -440,7 +440,7 @@ class ItemWrite:
         if self._signs is None:
             return report
         self._signs.warn_of_unequal(self._item)
-        copies = self._signs.copies(self._session.processes.group.index)
+        copies = self._signs.copies(self._session.processes.process)
         if self.known is not None and self._unseen:
             earlier = self.known.chunks.report.copies
             copies = np.concatenate([copies, earlier[np.isin(earlier["leaf"], self._unseen)]])

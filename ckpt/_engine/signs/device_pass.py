@@ -22,8 +22,7 @@ from ckpt._engine.memory.staging import shards_of
 from ckpt._engine.signs.kernels import KernelKey, Kernels
 from ckpt._engine.signs.shard_kernel import KERNEL_DTYPES, LARGE_SCALE, SMALL_SCALE, is_run
 from ckpt._format.regions import Region, Shape, addressable_regions, chunk_grid, position_in_grid
-from ckpt._plan.chunking import LeafPlan
-from ckpt._plan.ownership import holders_of
+from ckpt._plan.chunking import LeafPlan, holders_of
 from ckpt._settings import SignsPlace
 from ckpt._vitals.replicas import COPY, no_copies
 from ckpt._vitals.signs import SIGNS, Array

@@ -13,7 +13,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from ckpt.coordination._heartbeat import introduce
-from ckpt.coordination._memory import MemoryKeyValues
+from ckpt.coordination._jobs import MemoryKeyValues
 from ckpt.coordination._operation import Operation
 from ckpt.errors import (
     CheckpointError,

@@ -10,7 +10,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from ckpt.coordination._memory import MemoryKeyValues
+from ckpt.coordination._jobs import MemoryKeyValues
 from ckpt.coordination._peers import Peers
 from ckpt.errors import CheckpointError, CoordinationTimeoutError
 

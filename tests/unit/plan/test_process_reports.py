@@ -33,8 +33,9 @@ from ckpt._plan.item_reports import (
     report_chunks,
 )
 from ckpt._plan.leaf_entries import check_leaves
-from ckpt._plan.multihost.process_reports import ProcessReport, disagreement
-from ckpt._plan.multihost.tree_fingerprint import (
+from ckpt._plan.multihost.process_reports import (
+    ProcessReport,
+    disagreement,
     line_fingerprint,
     tree_fingerprint,
     value_fingerprint,
