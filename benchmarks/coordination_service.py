@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, cast
 import anyio
 import msgspec
 
+from ckpt._job.agreement.collectives import concluded, gathered, together
+from ckpt._job.agreement.peers import Peers
 from ckpt._job.processes import SeparateRoots
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.opened import OpenedStep
@@ -21,9 +23,7 @@ from ckpt._tiers.peers.handshake import new_key
 from ckpt._tiers.peers.parts import SnapshotPart
 from ckpt._tiers.peers.recovery import Inventory, recovery_of
 from ckpt.coordination import OwnDisks
-from ckpt.coordination._collectives import concluded, gathered, together
 from ckpt.coordination._jax_service import split
-from ckpt.coordination._peers import Peers
 from tests.support.virtual_time import in_made_up_time
 
 __all__ = [

@@ -30,9 +30,9 @@ from benchmarks.scale_simulation import RESULTS as SCALING
 from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, decode, encode
 from ckpt._format.manifest_head import OWN_DISKS
+from ckpt._job.division import Division, ProcessGroup
 from ckpt._job.processes import _MOST_HANDED_BYTES as MOST_HANDED_BYTES
 from ckpt._plan.item_reports import PlannedTree, fill_entry, merge_reports, report_chunks
-from ckpt._plan.multihost.division import Division, ProcessGroup
 from ckpt._plan.save_plan import plan_save
 
 RESULTS = SCALING.with_name("recovery.json")

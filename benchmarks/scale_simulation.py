@@ -29,6 +29,13 @@ from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, Manifest, decode, encode
 from ckpt._format.manifest_head import FileEntry
 from ckpt._format.ocdbt import DatabaseIndex
+from ckpt._job.division import Division, ProcessGroup
+from ckpt._job.process_reports import (
+    ProcessReport,
+    disagreement,
+    line_fingerprint,
+    tree_fingerprint,
+)
 from ckpt._plan.item_reports import (
     ROW,
     ItemReport,
@@ -36,13 +43,6 @@ from ckpt._plan.item_reports import (
     fill_entry,
     key_values,
     merge_reports,
-)
-from ckpt._plan.multihost.division import Division, ProcessGroup
-from ckpt._plan.multihost.process_reports import (
-    ProcessReport,
-    disagreement,
-    line_fingerprint,
-    tree_fingerprint,
 )
 from ckpt._plan.save_plan import WHOLE, SavePlan, plan_save
 from ckpt._tree.leaf_specs import LeafSpec

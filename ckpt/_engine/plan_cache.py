@@ -40,8 +40,8 @@ from ckpt._tree.leaf_specs import SHAREABLE, Classifier, LeafSpec
 from ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from ckpt._plan.multihost.division import ProcessGroup
-    from ckpt._plan.multihost.process_reports import TreeFingerprint
+    from ckpt._job.division import ProcessGroup
+    from ckpt._job.process_reports import TreeFingerprint
     from ckpt._plan.save_plan import TreeDivision
 
 # Most problems of one tree that one error names.

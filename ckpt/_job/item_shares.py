@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt._format.step_files.per_process import own_path
+from ckpt._job.division import Division, ProcessGroup
+from ckpt._job.process_reports import value_fingerprint
 from ckpt._job.publication import own_digests
 from ckpt._plan.item_reports import fill_entry, merge_reports
-from ckpt._plan.multihost.division import Division, ProcessGroup
-from ckpt._plan.multihost.process_reports import value_fingerprint
 from ckpt._plan.save_plan import WHOLE
 from ckpt._runtime.threads import run_in_thread
 

@@ -13,12 +13,16 @@ from typing import NoReturn
 import anyio
 
 from ckpt._arguments import check_step, invalid
-from ckpt._engine.restore.shared_reads import Broadcast
 from ckpt._engine.restore.step_files import Elsewhere
 from ckpt._events import Observer
 from ckpt._format.manifest import JsonValue, decode, encode
+from ckpt._job.agreement.collectives import gathered
+from ckpt._job.agreement.heartbeat import beating
+from ckpt._job.agreement.operation import Operation
+from ckpt._job.agreement.peers import Peers
 from ckpt._job.all_disks import CommonSteps, health_data, health_on_all, join_health
 from ckpt._job.multihost_save import MultihostSave
+from ckpt._job.shared_reads import Broadcast
 from ckpt._job.solo_job import (
     Act,
     Do,
@@ -41,10 +45,6 @@ from ckpt._steps.removal.retention import Retention
 from ckpt._steps.removal.trash import StepTrash
 from ckpt._steps.restores.restore_arguments import check_broadcast
 from ckpt._steps.unreadable import shortened
-from ckpt.coordination._collectives import gathered
-from ckpt.coordination._heartbeat import beating
-from ckpt.coordination._operation import Operation
-from ckpt.coordination._peers import Peers
 from ckpt.errors import (
     CheckpointError,
     CoordinationError,

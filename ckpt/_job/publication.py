@@ -19,9 +19,9 @@ from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._format.step_files.per_process import apart, combine
 from ckpt._format.step_files.step_part import StepPart, encode_part
+from ckpt._job.process_reports import ProcessReport, line_fingerprint, value_fingerprint
 from ckpt._job.reports import SaveReport, check_alike, encode_report, same_items
 from ckpt._plan.item_reports import ItemReport
-from ckpt._plan.multihost.process_reports import ProcessReport, line_fingerprint, value_fingerprint
 from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.leaf_kinds import ARRAY_KINDS

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 
 from ckpt._format.manifest import ItemEntry, decode_item, encode_item
 from ckpt._format.manifest_head import FileEntry
-from ckpt._plan.multihost.process_reports import ProcessReport, disagreement
+from ckpt._job.process_reports import ProcessReport, disagreement
 from ckpt.errors import CoordinationError, located
 
 

@@ -31,10 +31,10 @@ from ckpt._job.solo_save import SoloSave
 from ckpt._steps.restores.restore_arguments import check_broadcast
 
 if TYPE_CHECKING:
-    from ckpt._engine.restore.shared_reads import Broadcast
     from ckpt._engine.restore.step_files import Elsewhere
     from ckpt._format.manifest import JsonValue
     from ckpt._job.processes import MultihostJob, SeparateRoots, SharedRoot
+    from ckpt._job.shared_reads import Broadcast
     from ckpt._runtime.futures import CallingThread
     from ckpt._runtime.loop import EngineLoop
     from ckpt._settings import BacklogPolicy

@@ -27,7 +27,7 @@ from ckpt.errors import UnsupportedLeafError
 if TYPE_CHECKING:
     import jax
 
-    from ckpt._plan.multihost.division import ArrayPlacement
+    from ckpt._job.division import ArrayPlacement
 
 Shape = tuple[int, ...]
 

@@ -25,7 +25,7 @@ from ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from ckpt._format.manifest import Node
-    from ckpt._plan.multihost.division import Division, ProcessGroup
+    from ckpt._job.division import Division, ProcessGroup
 
     TreeDivision: TypeAlias = "Undivided | Division"
 

@@ -73,8 +73,8 @@ def make_job(
     job = _several(coordinator)
     if job is None:
         return SoloJob(engine.arena.capacity)
+    from ckpt._job.agreement.peers import Peers
     from ckpt._job.processes import MultihostJob
-    from ckpt.coordination._peers import Peers
 
     return MultihostJob(Peers(job, timeouts.coordination, location, engine.arena.capacity))
 

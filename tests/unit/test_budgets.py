@@ -23,12 +23,9 @@ from tests.support.paths import PROGRAMS, ROOT
 PACKAGE = ROOT / "ckpt"
 # What concerns a job of several processes, and the strategies of one that is alone.
 JOBS = (
-    "coordination/",
-    "_engine/restore/device_exchange",
-    "_engine/restore/shared_reads",
     "_format/step_files/per_process",
     "_job/",
-    "_plan/multihost/",
+    "coordination/",
 )
 # Code lines of each room: no blank lines, no comments, no docstrings.
 LINES = {
@@ -65,7 +62,7 @@ RUN = {
     "restore": {"functions": 388, "modules": 98, "imported": 244},
 }
 # Names of `ckpt._plan` that the modules of `ckpt._engine` import; attributes of modules count.
-FROM_PLAN = 83
+FROM_PLAN = 65
 KEYWORDS_OF_MANAGER = 15
 
 _NO_CODE = {

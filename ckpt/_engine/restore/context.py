@@ -18,7 +18,7 @@ from ckpt.storage._base import Storage
 from ckpt.storage._manifests import files_folder
 
 if TYPE_CHECKING:
-    from ckpt._engine.restore.shared_reads import Broadcast
+    from ckpt._job.shared_reads import Broadcast
 
 # Most shared requests in progress; their sizes have to be the same in all processes.
 SHARED_REQUESTS = 4

@@ -55,7 +55,7 @@ from ckpt.storage._base import MapsFiles
 from ckpt.storage._manifests import while_read
 
 if TYPE_CHECKING:
-    from ckpt._plan.multihost.read_groups import Grouping
+    from ckpt._job.read_groups import Grouping
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]

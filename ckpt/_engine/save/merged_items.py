@@ -21,7 +21,7 @@ from ckpt._plan.orbax_view import item_view
 from ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from ckpt._plan.multihost.process_reports import TreeFingerprint
+    from ckpt._job.process_reports import TreeFingerprint
 
 # The only handler whose entries hold just the tree; entries of others cannot be merged.
 _TREES = "pytree"

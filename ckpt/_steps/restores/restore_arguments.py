@@ -28,7 +28,7 @@ from ckpt.errors import InvalidArgumentError, ItemDroppedError
 from ckpt.keep._health import Healthy, check_healthy
 
 if TYPE_CHECKING:
-    from ckpt._engine.restore.shared_reads import Broadcast
+    from ckpt._job.shared_reads import Broadcast
 
 # A smaller budget would need too many rounds of exchange.
 _LEAST_BROADCAST_BYTES = 1 << 20

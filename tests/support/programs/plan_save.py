@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ckpt._plan.multihost.division import Division, ProcessGroup
-from ckpt._plan.multihost.process_reports import tree_fingerprint
+from ckpt._job.division import Division, ProcessGroup
+from ckpt._job.process_reports import tree_fingerprint
 from ckpt._plan.save_plan import plan_save
 from ckpt._tree.leaf_specs import Classifier
 from ckpt.errors import UnsupportedLeafError

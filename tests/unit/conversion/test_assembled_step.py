@@ -22,10 +22,10 @@ from ckpt._format.history import DroppedItem
 from ckpt._format.manifest import ItemEntry, Manifest, Node, decode, encode
 from ckpt._format.manifest_head import OWN_DISKS, FileEntry
 from ckpt._format.step_files.per_process import apart, combine
+from ckpt._job.process_reports import ProcessReport, value_fingerprint
 from ckpt._job.publication import merge_processes
 from ckpt._job.reports import SaveReport, encode_report
 from ckpt._plan.item_reports import PlannedTree, fill_entry, key_values, merge_reports
-from ckpt._plan.multihost.process_reports import ProcessReport, value_fingerprint
 from ckpt._plan.orbax_view import item_view, step_view, text_view
 from ckpt._vitals.replicas import COPY
 from ckpt._vitals.signs import SIGNS

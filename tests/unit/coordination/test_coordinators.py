@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
+from ckpt._job.agreement.failures import unpack_error
 from ckpt._runtime import jax_internals
 from ckpt.coordination import _jax_service as jax_service
 from ckpt.coordination._base import Coordinator, KeyValues
-from ckpt.coordination._failures import unpack_error
 from ckpt.coordination._jax_service import PART_BYTES, JaxDistributed, join, split
 from ckpt.coordination._jobs import MemoryKeyValues, SingleProcess, default_coordinator
 from ckpt.errors import CheckpointError, CoordinationError, InvalidArgumentError

@@ -11,12 +11,12 @@ import anyio.lowlevel
 import pytest
 
 from ckpt._format.manifest import JsonValue
+from ckpt._job.agreement.collectives import gathered
+from ckpt._job.agreement.operation import Operation
+from ckpt._job.agreement.peers import Peers
 from ckpt._job.multihost_save import MultihostSave
 from ckpt._job.processes import SeparateRoots, SharedRoot
-from ckpt.coordination._collectives import gathered
 from ckpt.coordination._jobs import MemoryKeyValues
-from ckpt.coordination._operation import Operation
-from ckpt.coordination._peers import Peers
 from ckpt.errors import CoordinationError, CoordinationTimeoutError, StorageError
 from tests.support.virtual_time import LIMIT, Silent, in_made_up_time
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from benchmarks.fake_devices import devices_of
 from ckpt._format.array_format import ArrayFormat
-from ckpt._plan.multihost.division import Division, ProcessGroup
+from ckpt._job.division import Division, ProcessGroup
 from ckpt._plan.save_plan import SavePlan, plan_save
 from ckpt._plan.write_batches import Chunk
 from ckpt._tree.leaf_specs import LeafSpec

@@ -18,9 +18,9 @@ from msgspec.structs import replace
 
 from benchmarks.fake_devices import devices_of
 from ckpt._format.zarr import choose_chunk
+from ckpt._job.division import Division, Ownership, Partitioner, ProcessGroup
 from ckpt._plan import save_plan
 from ckpt._plan.chunking import holders_of
-from ckpt._plan.multihost.division import Division, Ownership, Partitioner, ProcessGroup
 from ckpt._plan.save_plan import SavePlan, plan_rest, plan_save
 from ckpt._plan.write_batches import aligned, alignment_of, encoded_bound
 from ckpt._tree.leaf_specs import LeafSpec

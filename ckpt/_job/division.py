@@ -24,6 +24,7 @@ from ckpt._format.digests import digest
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.manifest import Node
 from ckpt._format.regions import Region, Shape, chunk_grid, chunk_region, position_in_grid, whole
+from ckpt._job.process_reports import TreeFingerprint, tree_fingerprint
 from ckpt._plan.chunking import (
     LeafPlan,
     LeafPlanner,
@@ -33,7 +34,6 @@ from ckpt._plan.chunking import (
     stored_bytes,
     whole_leaf_chunks,
 )
-from ckpt._plan.multihost.process_reports import TreeFingerprint, tree_fingerprint
 from ckpt._plan.save_plan import SavePlan
 from ckpt._plan.write_batches import Chunk, ChunkPart
 from ckpt._tree.leaf_specs import LeafSpec

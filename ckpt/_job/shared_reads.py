@@ -20,14 +20,16 @@ import numpy as np
 from msgspec import Struct
 
 from ckpt._engine.memory.buffers import Buffers
-from ckpt._engine.restore.device_exchange import DeviceExchange
 from ckpt._engine.restore.step_files import BlockReader
 from ckpt._events import EventRecorder
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import JsonValue
-from ckpt._plan.chunk_reads import ReadRequest
-from ckpt._plan.multihost.read_groups import (
+from ckpt._job.agreement.collectives import gathered, together
+from ckpt._job.agreement.operation import Operation
+from ckpt._job.agreement.peers import Peers
+from ckpt._job.device_exchange import DeviceExchange
+from ckpt._job.read_groups import (
     BatchRead,
     Grouping,
     ReadBatch,
@@ -36,14 +38,12 @@ from ckpt._plan.multihost.read_groups import (
     groupings_of,
     shares_key,
 )
+from ckpt._plan.chunk_reads import ReadRequest
 from ckpt._plan.targets import ArrayRead
 from ckpt._plan.write_batches import BATCH_BYTES
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
-from ckpt.coordination._collectives import gathered, together
-from ckpt.coordination._operation import Operation
-from ckpt.coordination._peers import Peers
 from ckpt.errors import CoordinationError, CorruptCheckpointError
 
 Array = np.ndarray[Any, Any]

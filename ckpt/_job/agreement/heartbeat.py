@@ -19,7 +19,7 @@ from ckpt.coordination._base import KeyValues
 from ckpt.errors import CheckpointError, CoordinationError, CoordinationTimeoutError, located
 
 if TYPE_CHECKING:
-    from ckpt.coordination._operation import Operation
+    from ckpt._job.agreement.operation import Operation
 
 T = TypeVar("T")
 

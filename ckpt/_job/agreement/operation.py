@@ -25,9 +25,8 @@ import struct
 import anyio
 import anyio.lowlevel
 
-from ckpt.coordination._base import KeyValues
-from ckpt.coordination._failures import pack_error, unpack_error
-from ckpt.coordination._heartbeat import (
+from ckpt._job.agreement.failures import pack_error, unpack_error
+from ckpt._job.agreement.heartbeat import (
     DeadlineKeyValues,
     Pulse,
     Signs,
@@ -37,6 +36,7 @@ from ckpt.coordination._heartbeat import (
     silence,
     who,
 )
+from ckpt.coordination._base import KeyValues
 from ckpt.errors import CheckpointError, CoordinationError, CoordinationTimeoutError, located
 
 _logger = logging.getLogger(__name__)
