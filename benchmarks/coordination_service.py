@@ -14,16 +14,16 @@ from typing import Any, NamedTuple, cast
 import anyio
 import msgspec
 
+from ckpt._job.agreement.collectives import concluded, gathered, together
+from ckpt._job.agreement.peers import Peers
+from ckpt._job.processes import SeparateRoots
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.opened import OpenedStep
-from ckpt._steps.processes import SeparateRoots
 from ckpt._tiers.peers.handshake import new_key
 from ckpt._tiers.peers.parts import SnapshotPart
 from ckpt._tiers.peers.recovery import Inventory, recovery_of
 from ckpt.coordination import OwnDisks
-from ckpt.coordination._collectives import concluded, gathered, together
-from ckpt.coordination._long_values import split
-from ckpt.coordination._peers import Peers
+from ckpt.coordination._jax_service import split
 from tests.support.virtual_time import in_made_up_time
 
 __all__ = [
@@ -205,7 +205,7 @@ def from_memory(hosts: int) -> Talk:
             own = msgspec.to_builtins(Inventory(f"machine {peers.index}", address, "", parts))
             await concluded(operation, own, "inventories", _planned)
             await gathered(operation, "", "fetched")
-        async with roots.restoring(None, None, None, cast("Any", None)):
+        async with roots.restoring(None, None, None, cast("Any", None), None):
             pass
 
     return _talk(hosts, say)

@@ -31,7 +31,7 @@ from benchmarks.recovery_model import (
 )
 from benchmarks.recovery_simulation import RESULTS, rack_of
 from benchmarks.scale_report import PAGE, Constants, Row, format_bytes, restore_time, seconds_text
-from ckpt._engine.restore.shared_reads import _PART_BYTES as PART_BYTES
+from ckpt._job.shared_reads import _PART_BYTES as PART_BYTES
 
 __all__ = ["LOSSES", "Given", "markdown", "recovery", "steady"]
 

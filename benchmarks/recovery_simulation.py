@@ -30,10 +30,10 @@ from benchmarks.scale_simulation import RESULTS as SCALING
 from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, decode, encode
 from ckpt._format.manifest_head import OWN_DISKS
+from ckpt._job.division import Division, ProcessGroup
+from ckpt._job.processes import _MOST_HANDED_BYTES as MOST_HANDED_BYTES
 from ckpt._plan.item_reports import PlannedTree, fill_entry, merge_reports, report_chunks
-from ckpt._plan.ownership import ProcessGroup
 from ckpt._plan.save_plan import plan_save
-from ckpt._steps.processes import _MOST_HANDED_BYTES as MOST_HANDED_BYTES
 
 RESULTS = SCALING.with_name("recovery.json")
 HOSTS = (8, 64, 256, 1000)
@@ -92,7 +92,7 @@ def own_part(case: Case) -> dict[str, Any]:
     """Returns what a process has in memory: what its devices hold, and a manifest of its own."""
     specs = specs_of(case)
     names = [f"params.layer_{number:06}.kernel" for number in range(len(specs))]
-    plan = plan_save(names, specs, BUDGET, ProcessGroup(0, case.hosts, "local"))
+    plan = plan_save(names, specs, BUDGET, Division(ProcessGroup(0, case.hosts, "local")))
     rng = np.random.default_rng(0)
     digests = [[rng.bytes(16).hex() for _ in batch.chunks] for batch in plan.batches]
     paths = [f"d/{digest(b'%d' % number)}" for number in range(len(plan.batches))]

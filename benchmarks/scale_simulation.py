@@ -29,6 +29,13 @@ from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, Manifest, decode, encode
 from ckpt._format.manifest_head import FileEntry
 from ckpt._format.ocdbt import DatabaseIndex
+from ckpt._job.division import Division, ProcessGroup
+from ckpt._job.process_reports import (
+    ProcessReport,
+    disagreement,
+    line_fingerprint,
+    tree_fingerprint,
+)
 from ckpt._plan.item_reports import (
     ROW,
     ItemReport,
@@ -37,10 +44,7 @@ from ckpt._plan.item_reports import (
     key_values,
     merge_reports,
 )
-from ckpt._plan.multihost.process_reports import ProcessReport, disagreement
-from ckpt._plan.multihost.tree_fingerprint import line_fingerprint, tree_fingerprint
-from ckpt._plan.ownership import ProcessGroup
-from ckpt._plan.save_plan import SavePlan, plan_save
+from ckpt._plan.save_plan import WHOLE, SavePlan, plan_save
 from ckpt._tree.leaf_specs import LeafSpec
 
 RESULTS = Path(__file__).parent.parent / "docs" / "explanation" / "scaling" / "simulation.json"
@@ -106,7 +110,7 @@ def run(case: Case) -> dict[str, Any]:
     base = _peak_bytes()
     group = ProcessGroup(0, case.hosts)
     with _timed(found, "plan"):
-        plan = plan_save(names, specs, BUDGET, group if case.hosts > 1 else None)
+        plan = plan_save(names, specs, BUDGET, Division(group) if case.hosts > 1 else WHOLE)
     found["plan_peak_bytes"] = _peak_bytes() - base
     found["bytes"] = plan.nbytes
     found["share_chunks"] = sum(len(batch.chunks) for batch in plan.batches)

@@ -18,13 +18,11 @@ from ckpt._runtime.exit import run_at_exit
 from ckpt._runtime.loop import EngineLoop
 from ckpt._runtime.tracebacks import shortened
 from ckpt._settings import OpenMode, Staging, StagingMode, Timeouts, as_staging
-from ckpt._steps.factory import job_of, make_engine, make_peers
+from ckpt._steps.factory import make_engine, make_job
 from ckpt._steps.saves.commits import OnFailure, OpenCommits
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
 from ckpt._steps.watcher import Watcher, WatchOptions
-from ckpt.coordination._base import Coordinator
-from ckpt.coordination._peers import Peers
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike
 from ckpt.keep._deletion import Deletion
@@ -36,8 +34,10 @@ from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._resolve import PathLike, check_trash, open_root
 
 if TYPE_CHECKING:
+    from ckpt._job.solo_job import ProcessJob
     from ckpt._tiers.factory import Service
     from ckpt._tiers.settings import SharedMemory, Tier
+    from ckpt.coordination._base import Coordinator
     from ckpt.extensions import Extensions
 
 
@@ -123,12 +123,8 @@ class ManagerBase:
             check_trash(root, deletion.trash, lambda name: names.step(name) is not None)
         staging = as_staging(staging)
         engine = make_engine(staging, handlers, observers, formats, extensions)
-        peers = make_peers(coordinator, timeouts, storage.location, engine)
+        job = make_job(coordinator, timeouts, storage.location, engine)
         one_of("on_failure", on_failure, get_args(OnFailure))
-        if staging.backlog == "supersede" and peers is not None:
-            what = f"'wait' or 'skip', since the {peers.count} processes of this job might differ"
-            what += " in which save they give up"
-            raise invalid("backlog", staging.backlog, what, of="Staging")
         metadata: Any = custom_metadata
         if metadata is not None:
             if not isinstance(metadata, Mapping) and not is_config(metadata):
@@ -137,6 +133,7 @@ class ManagerBase:
         given_tiers = None
         if tiers not in ((), []):
             from ckpt._tiers.factory import RunParts, check_tiers, with_tiers
+            from ckpt.coordination._jobs import job_of
 
             given_tiers = check_tiers(tiers, read_only=read_only, job=job_of(coordinator))
         signals = () if save_when is None else signals_of(save_when)
@@ -148,7 +145,7 @@ class ManagerBase:
         def serve(
             place: Storage,
             kept: KeepRules | None,
-            processes: Peers | None,
+            processes: ProcessJob,
             deleted: Deletion | None = None,
         ) -> RootService:
             return RootService(
@@ -166,15 +163,14 @@ class ManagerBase:
                 timeouts=timeouts,
                 preemption=preemption,
                 commits=commits,
-                peers=processes,
+                job=processes,
             )
 
-        service = serve(storage, rules, peers, deletion)
+        service = serve(storage, rules, job, deletion)
         self._service: Service = service
         if given_tiers is not None:
-            job = job_of(coordinator)
-            where = storage.location
-            run = RunParts(self._loop, engine, root, where, names, timeouts, signals, job)
+            where, given_job = storage.location, job_of(coordinator)
+            run = RunParts(self._loop, engine, root, where, names, timeouts, signals, given_job)
             self._service = with_tiers(given_tiers, service, serve, run)
         run_at_exit(self._service.saves.finish_at_exit)
         weakref.finalize(self, self._loop.stop).atexit = False

@@ -27,7 +27,6 @@ from ckpt._settings import ArrayMemory, IfTaken, Staging, StagingMode, Timeouts
 from ckpt._steps.saves.save_arguments import make_request
 from ckpt._steps.step_metadata import StepMetadata
 from ckpt._steps.watcher import Until, WatchOptions
-from ckpt.coordination._base import Coordinator
 from ckpt.exports import Safetensors, Zarr
 from ckpt.handlers._registry import HandlersLike
 from ckpt.step_names import StepNames
@@ -35,6 +34,7 @@ from ckpt.storage._resolve import PathLike
 
 if TYPE_CHECKING:
     from ckpt._calls.conversion import Conversion, FormatName
+    from ckpt.coordination._base import Coordinator
     from ckpt.extensions import Extensions
 
 

@@ -24,18 +24,18 @@ from ckpt._redaction import redact
 from ckpt._runtime.exit import run_at_exit
 from ckpt._runtime.loop import EngineLoop, Job
 from ckpt._settings import Staging, StagingMode, Timeouts
-from ckpt._steps.factory import checked_observers, extend, make_engine, make_peers
+from ckpt._steps.factory import checked_observers, extend, make_engine, make_job
 from ckpt._steps.saves.backlog import Backlog, SaveRun, SaveStage
 from ckpt._steps.saves.commits import OpenCommits
-from ckpt._steps.saves.one_shot import finished, processes_of, save_one_shot
-from ckpt.coordination._base import Coordinator
-from ckpt.coordination._peers import Peers
+from ckpt._steps.saves.one_shot import finished, save_one_shot
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike, find_handlers
 from ckpt.storage._base import Storage
 from ckpt.storage._resolve import PathLike, open_step_dir
 
 if TYPE_CHECKING:
+    from ckpt._job.solo_job import ProcessJob
+    from ckpt.coordination._base import Coordinator
     from ckpt.extensions import Extensions
 
 logger = logging.getLogger("ckpt")
@@ -87,9 +87,9 @@ class BackgroundSaves:
         if handlers or rules is not None:
             engine = replace(engine, handlers=find_handlers(handlers), plans=PlanCache(rules))
         location = f"{storage.location}/{step_dir}"
-        peers = make_peers(coordinator, timeouts, location, engine)
+        job = make_job(coordinator, timeouts, location, engine)
         run = SaveRun(None, step_dir, self.loop.check_caller)
-        given = storage, request, engine, peers, run
+        given = storage, request, engine, job, run
         return run.submit(self.loop, self._commits, location, self._save, *given)
 
     async def _save(
@@ -97,7 +97,7 @@ class BackgroundSaves:
         storage: Storage,
         request: SaveRequest,
         engine: Engine,
-        peers: Peers | None,
+        job: ProcessJob,
         run: SaveRun,
     ) -> None:
         backlog = self._backlog = self._backlog or Backlog("wait")
@@ -118,7 +118,7 @@ class BackgroundSaves:
                 engine,
                 storage,
                 request,
-                processes_of(peers, engine, request.step_dir),
+                job.one_shot(request.step_dir),
                 hooks,
                 admitted=admitted,
                 on_snapshot=run.snapshot_taken,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from msgspec import Struct
@@ -24,7 +24,7 @@ from ckpt._redaction import redact
 from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Staging
-from ckpt._steps.factory import job_of, make_engine
+from ckpt._steps.factory import make_engine, place_in_job
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.path_diagnosis import opened_checkpoint
 from ckpt._steps.restores.restore_arguments import (
@@ -34,11 +34,13 @@ from ckpt._steps.restores.restore_arguments import (
     wanted_items,
 )
 from ckpt._tree.leaf_names import escape_slashes, nested
-from ckpt.coordination._base import Coordinator
 from ckpt.errors import CheckpointError, InvalidArgumentError, located
 from ckpt.handlers._registry import HandlersLike
 from ckpt.storage._base import Storage
 from ckpt.storage._resolve import PathLike, open_step_dir
+
+if TYPE_CHECKING:
+    from ckpt.coordination._base import Coordinator
 
 logger = logging.getLogger("ckpt")
 
@@ -141,12 +143,12 @@ def branches_call(
         with _naming_branch(name):
             storage, step_dir = open_step_dir(source.path, follow=True)
             branches.append(_BranchLoad(name, source, None, adapts[name], storage, step_dir))
-    job = job_of(coordinator)
+    process, count = place_in_job(coordinator)
     context_for = partial(
         context_of,
         engine=make_engine(Staging(), handlers, ()),
-        process=job.process_index,
-        count=job.process_count,
+        process=process,
+        count=count,
         options=options,
     )
 

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -18,7 +18,7 @@ from ckpt._plan.adapt import Adapt
 from ckpt._plan.weighted_means import check_alike, check_weights, heaviest, with_common_arrays
 from ckpt._redaction import redact
 from ckpt._settings import Staging
-from ckpt._steps.factory import job_of, make_engine
+from ckpt._steps.factory import make_engine, place_in_job
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.path_diagnosis import opened_checkpoint
 from ckpt._steps.restores.restore_arguments import (
@@ -28,11 +28,13 @@ from ckpt._steps.restores.restore_arguments import (
     volume_text,
     wanted_items,
 )
-from ckpt.coordination._base import Coordinator
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike
 from ckpt.storage._base import Storage
 from ckpt.storage._resolve import PathLike, open_step_dir
+
+if TYPE_CHECKING:
+    from ckpt.coordination._base import Coordinator
 
 logger = logging.getLogger("ckpt")
 
@@ -49,13 +51,9 @@ def merge_call(
     options = restore_options(like, items, at, adapt)
     checked = check_weights("weights", weights)
     places = [(path, *open_step_dir(path, follow=True)) for path in checked]
-    job = job_of(coordinator)
-    context_for = partial(
-        context_of,
-        engine=make_engine(Staging(), handlers, ()),
-        process=job.process_index,
-        count=job.process_count,
-    )
+    process, count = place_in_job(coordinator)
+    engine = make_engine(Staging(), handlers, ())
+    context_for = partial(context_of, engine=engine, process=process, count=count)
 
     async def call() -> Any:
         began = time.perf_counter()

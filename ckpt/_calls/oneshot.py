@@ -22,7 +22,7 @@ from ckpt._plan.format_rules import Formats
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import ArrayMemory, Staging, StagingMode, Timeouts, as_staging
-from ckpt._steps.factory import job_of, make_engine, make_peers
+from ckpt._steps.factory import make_engine, make_job, place_in_job
 from ckpt._steps.path_diagnosis import opened_checkpoint, verified
 from ckpt._steps.restores.restore_arguments import (
     context_of,
@@ -32,15 +32,15 @@ from ckpt._steps.restores.restore_arguments import (
     wanted_items,
     what_is_missing,
 )
-from ckpt._steps.saves.one_shot import finished, processes_of, save_one_shot
+from ckpt._steps.saves.one_shot import finished, save_one_shot
 from ckpt._steps.step_metadata import StepMetadata, describe_step
-from ckpt.coordination._base import Coordinator
 from ckpt.errors import StepDeletedError
 from ckpt.handlers._registry import HandlersLike
 from ckpt.storage._manifests import has_lost_items
 from ckpt.storage._resolve import PathLike, open_step_dir
 
 if TYPE_CHECKING:
+    from ckpt.coordination._base import Coordinator
     from ckpt.extensions import Extensions
 
 logger = logging.getLogger("ckpt")
@@ -67,10 +67,10 @@ def save_call(
     staging = as_staging(staging, "view")
     timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
     engine = make_engine(staging, handlers, observers, formats, extensions)
-    peers = make_peers(coordinator, timeouts, f"{storage.location}/{step_dir}", engine)
+    job = make_job(coordinator, timeouts, f"{storage.location}/{step_dir}", engine)
 
     async def call() -> StepInfo:
-        processes = processes_of(peers, engine, step_dir)
+        processes = job.one_shot(step_dir)
         # This commit is not handed out: the call itself returns or raises its outcome.
         hooks = CommitHooks(Commit(None, lambda: None))
         recorder = EventRecorder("save", None, engine.observers)
@@ -98,12 +98,11 @@ def load_call(
     if isinstance(path, Mapping):
         return branches_call(path, options, handlers, coordinator)
     storage, step_dir = open_step_dir(path, follow=True)
-    job = job_of(coordinator)
+    process = place_in_job(coordinator)
     engine = make_engine(Staging(), handlers, ())
 
     async def call() -> Any:
         began = time.perf_counter()
-        process = job.process_index, job.process_count
         while True:
             opened = await opened_checkpoint(path, storage, step_dir)
             context = context_of(opened, engine, *process, options=options)

@@ -10,12 +10,12 @@ from ckpt._commit import Commit, CommitHooks
 from ckpt._conversion.checkpoint_items import CheckpointItem
 from ckpt._conversion.item_copy import ItemCopy
 from ckpt._conversion.written import Written
-from ckpt._engine.save.multihost.multihost_save import SoloSave
 from ckpt._engine.save.save_request import SaveRequest
 from ckpt._events import Observer
 from ckpt._format.manifest import Manifest
 from ckpt._format.metrics import json_metrics
 from ckpt._interop.foreign import writable_items
+from ckpt._job.solo_save import SoloSave
 from ckpt._plan.format_rules import Formats
 from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import uuid
 from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import Struct, field
@@ -29,16 +30,19 @@ from ckpt._plan.item_reports import (
     merge_reports,
     report_chunks,
 )
-from ckpt._plan.multihost.tree_fingerprint import TreeFingerprint, tree_fingerprint
 from ckpt._plan.orbax_view import item_view
-from ckpt._plan.ownership import ProcessGroup
-from ckpt._plan.save_plan import SavePlan, plan_rest, plan_save
+from ckpt._plan.save_plan import WHOLE, SavePlan, plan_rest, plan_save
 from ckpt._plan.unchanged.base_chunks import join_reports
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.flatten import Structure
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, MOST_SHOWN
 from ckpt._tree.leaf_specs import SHAREABLE, Classifier, LeafSpec
 from ckpt.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ckpt._job.division import ProcessGroup
+    from ckpt._job.process_reports import TreeFingerprint
+    from ckpt._plan.save_plan import TreeDivision
 
 # Most problems of one tree that one error names.
 _MOST_PROBLEMS = 20
@@ -55,8 +59,7 @@ class ItemPlan(Struct, frozen=True):
 
     Attributes:
         save: The places of its bytes.
-        compat_files: Files for other readers, which this library does not need; None if this
-            process does not write them.
+        compat_files: Files for other readers, which this library does not need; None for a part.
         formatted: The effect of the format rules, if there are any.
         keys: Numbers of the leaves that are PRNG keys.
         fingerprint: Fingerprint that the processes of one save compare; None for a single process.
@@ -106,12 +109,12 @@ class CompatFiles:
     def index(self) -> DatabaseIndex | None:
         """Return the index of the database.
 
-        None if the item stores no array, or if the index depends on the sizes of encoded chunks or
-        on the chunks of other writers.
+        None if the item stores no array, or if the index depends on the sizes of encoded chunks.
+        There is one only where no other writer has chunks.
         """
         plan = self._plan
         stores_arrays = any(leaf.metadata is not None for leaf in plan.leaves)
-        if plan.group is not None or plan.is_encoded or not stores_arrays:
+        if plan.is_encoded or not stores_arrays:
             return None
         if self._index is None:
             # Numbers stand for the real names, which are put in, in this order, when it is encoded.
@@ -174,9 +177,10 @@ class PlanCache(Struct):
     """
 
     rules: FormatRules | None = None
-    classifier: Classifier = field(default_factory=Classifier)
-    # Classifier of leaves that several processes save.
-    spanning: Classifier = field(default_factory=lambda: Classifier(spanning=True))
+    # By whether arrays may span processes.
+    classifiers: dict[bool, Classifier] = field(
+        default_factory=lambda: {spans: Classifier(spanning=spans) for spans in (False, True)}
+    )
     known: dict[str, _CachedPlan] = field(default_factory=dict)
     rests: dict[str, _CachedRest] = field(default_factory=dict)
     # Pairs of an item that Orbax cannot read and the reason; each was named in a warning.
@@ -189,7 +193,7 @@ class PlanCache(Struct):
         budget: int,
         formatted: bool = True,
         whole: bool = True,
-        group: ProcessGroup | None = None,
+        division: TreeDivision = WHOLE,
         largest_file_bytes: int | None = None,
         usual_file_bytes: int | None = None,
     ) -> ItemPlan:
@@ -202,7 +206,7 @@ class PlanCache(Struct):
             formatted: True if the format rules apply.
             whole: True for the whole item; a part has no index and no view of its own, and is not
                 cached.
-            group: The processes that save together; None for a single process.
+            division: The division of the tree among the processes that save together.
             largest_file_bytes: Largest size of a data file in bytes, or None.
             usual_file_bytes: Approximate best size of a data file in bytes, or None.
 
@@ -211,17 +215,16 @@ class PlanCache(Struct):
                 others.
             InvalidArgumentError: The tree cannot be planned; see `plan_save`.
         """
-        is_alone = group is None or group.count == 1
-        specs = _classify(self.classifier if is_alone else self.spanning, structure)
+        specs = _classify(self.classifiers[division.spans], structure)
         key = _PlanKey(
             rules=self.rules if formatted else None,
             budget=budget,
-            group=group,
+            group=division.group,
             largest=largest_file_bytes,
             usual=usual_file_bytes,
         )
         if not whole:
-            return _plan_part(structure, specs, key)
+            return _plan_part(structure, specs, key, division)
         known = self.known.get(item)
         if (
             known is not None
@@ -231,7 +234,7 @@ class PlanCache(Struct):
             and known.nodes == structure.nodes
         ):
             return known.plan
-        plan = _plan(structure, specs, key)
+        plan = _plan(structure, specs, key, division)
         self.known[item] = _CachedPlan(structure.names, structure.nodes, specs, key, plan)
         return plan
 
@@ -302,22 +305,25 @@ def _classify(classifier: Classifier, structure: Structure) -> list[LeafSpec]:
     return specs
 
 
-def _plan(structure: Structure, specs: Sequence[LeafSpec], key: _PlanKey) -> ItemPlan:
-    plan = _plan_part(structure, specs, key)
-    save, group = plan.save, plan.save.group
-    if group is not None:
-        plan = replace(plan, fingerprint=tree_fingerprint(save, structure.nodes))
-        if group.index and group.mode == "shared":
-            return plan
-    return replace(plan, compat_files=CompatFiles(save, structure))
+def _plan(
+    structure: Structure, specs: Sequence[LeafSpec], key: _PlanKey, division: TreeDivision
+) -> ItemPlan:
+    plan = _plan_part(structure, specs, key, division)
+    return replace(
+        plan,
+        compat_files=CompatFiles(plan.save, structure),
+        fingerprint=division.fingerprint(plan.save, structure.nodes),
+    )
 
 
-def _plan_part(structure: Structure, specs: Sequence[LeafSpec], key: _PlanKey) -> ItemPlan:
+def _plan_part(
+    structure: Structure, specs: Sequence[LeafSpec], key: _PlanKey, division: TreeDivision
+) -> ItemPlan:
     formatted = None
     if key.rules is not None:
         paths = unboxed_names(structure.nodes, structure.names)
         formatted = format_leaves(key.rules, paths, specs)
         specs = formatted.specs
-    save = plan_save(structure.names, specs, key.budget, key.group, key.largest, key.usual)
+    save = plan_save(structure.names, specs, key.budget, division, key.largest, key.usual)
     keys = tuple(number for number, leaf in enumerate(save.leaves) if leaf.spec.kind == "key")
     return ItemPlan(save, None, formatted, keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -11,7 +12,6 @@ from ckpt._format.array_format import ArrayFormat, Compression
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.ocdbt import MAX_KEY_BYTES
 from ckpt._format.regions import (
-    Region,
     addressable_regions,
     chunk_grid,
     chunk_region,
@@ -20,10 +20,14 @@ from ckpt._format.regions import (
     whole,
 )
 from ckpt._format.zarr import choose_chunk, chunk_key, zarr_metadata_bytes
-from ckpt._plan.ownership import ArrayPlacement, Partitioner, ProcessGroup, ReplicaGroup
 from ckpt._plan.write_batches import BATCH_BYTES, CHUNK_ALIGNMENT, SECTOR, Chunk, ChunkPart
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import UnsupportedLeafError
+
+if TYPE_CHECKING:
+    import jax
+
+    from ckpt._job.division import ArrayPlacement
 
 Shape = tuple[int, ...]
 
@@ -195,17 +199,16 @@ def _axes_first(spec: LeafSpec, chosen: ArrayFormat, shard: Sequence[int]) -> tu
     return tuple(axis for axis, (part, length) in enumerate(lengths) if part < length)
 
 
-def whole_leaf_chunks(number: int, leaf: LeafPlan, group: ProcessGroup | None) -> Iterable[Chunk]:
-    """Yield the chunks of a leaf that this process writes alone."""
+def whole_leaf_chunks(number: int, leaf: LeafPlan, process: int | None = None) -> Iterable[Chunk]:
+    """Yield the chunks of a leaf that this process writes alone; None is a job of this one."""
     spec = leaf.spec
     shape = spec.shape
     if leaf.packed:
         place = (0,) * len(shape)
         yield Chunk(number, 0, (), place, whole(shape), 0, spec.nbytes, spec.nbytes)
         return
-    stored, itemsize = _stored_bytes(leaf), DTYPES[spec.dtype or ""].itemsize
+    stored, itemsize = stored_bytes(leaf), DTYPES[spec.dtype or ""].itemsize
     parts: dict[Shape, list[ChunkPart]] = {}
-    process = None if group is None else group.index
     for region, holders in addressable_regions(spec.sharding, shape, process):
         for place in chunks_touching(region, leaf.chunk):
             covered = chunk_region(place, leaf.chunk, shape)
@@ -220,71 +223,49 @@ def whole_leaf_chunks(number: int, leaf: LeafPlan, group: ProcessGroup | None) -
         yield Chunk(number, position, tuple(found), place, covered, 0, nbytes, stored)
 
 
-def add_leaf(
-    partitioner: Partitioner, number: int, leaf: LeafPlan, placement: ArrayPlacement
-) -> None:
-    """Add the chunks of a leaf to the work of this process's groups."""
-    stored = _stored_bytes(leaf)
-    if leaf.packed:
-        if placement.whole_group is not None:
-            partitioner.add(placement.whole_group, number, 1, stored)
-        return
-    in_shard = math.prod(_chunks_of_shard(leaf))
-    for group, shards in placement.shards:
-        partitioner.add(group, number, in_shard * len(shards), stored)
-
-
-def shared_chunks(
-    number: int,
-    leaf: LeafPlan,
-    placement: ArrayPlacement,
-    wanted: Mapping[tuple[int, ReplicaGroup], Sequence[int]],
-) -> Iterable[Chunk]:
-    """Yield this process's chunks of a leaf that it holds together with other processes.
-
-    Args:
-        number: Number of the leaf.
-        leaf: Its plan.
-        placement: Its placement on the processes.
-        wanted: The chunks to yield, by leaf and group; see `Partitioner`.
-    """
-    if leaf.packed:
-        if placement.whole_group is not None and wanted.get((number, placement.whole_group)):
-            yield from whole_leaf_chunks(number, leaf, None)
-        return
-    assert leaf.spec.sharding is not None
-    shape = leaf.spec.shape
-    shard_shape = leaf.spec.sharding.shard_shape(shape)
-    stored, itemsize = _stored_bytes(leaf), DTYPES[leaf.spec.dtype or ""].itemsize
-    grid = _chunks_of_shard(leaf)
-    in_shard = math.prod(grid)
-    for group, shards in placement.shards:
-        for turn in wanted.get((number, group), ()):
-            shard = shards[turn // in_shard]
-            place = _place(shard.place, grid, turn % in_shard)
-            covered = chunk_region(place, leaf.chunk, shape)
-            corner = tuple(at * n for at, n in zip(shard.place, shard_shape, strict=True))
-            # No other shard has a part of this chunk.
-            source = covered.within(Region(corner, shard_shape))
-            part = ChunkPart(shard.shard, source, whole(covered.shape))
-            position = position_in_grid(place, leaf.grid)
-            nbytes = covered.size * itemsize
-            yield Chunk(number, position, (part,), place, covered, 0, nbytes, stored)
-
-
-def _stored_bytes(leaf: LeafPlan) -> int:
+def stored_bytes(leaf: LeafPlan) -> int:
+    """Return the bytes of a chunk, as it is stored."""
     return math.prod(leaf.chunk) * DTYPES[leaf.spec.dtype or ""].itemsize
 
 
-def _place(shard: Shape, grid: Shape, number: int) -> Shape:
-    """Return the place in the chunk grid of chunk `number` of a shard whose own grid is `grid`."""
-    place = []
-    for first, count in zip(reversed(shard), reversed(grid), strict=True):
-        number, index = divmod(number, count)
-        place.append(first * count + index)
-    return tuple(reversed(place))
+def regions_by_process(
+    sharding: jax.sharding.Sharding, shape: Shape
+) -> dict[int, frozenset[Shape]]:
+    """Return for every process the places in the shard grid that its devices hold."""
+    return {
+        process: frozenset(found)
+        for process, found in held_places(
+            places_by_device(sharding, shard_grid(sharding, shape))
+        ).items()
+    }
 
 
-def _chunks_of_shard(leaf: LeafPlan) -> Shape:
-    assert leaf.spec.sharding is not None
-    return chunk_grid(leaf.spec.sharding.shard_shape(leaf.spec.shape), leaf.chunk)
+def holders_of(sharding: jax.sharding.Sharding, shape: Shape, offset: Shape) -> tuple[int, ...]:
+    """Return the processes that hold the element of an array at `offset`, for messages."""
+    parts = shard_grid(sharding, shape)
+    wanted = tuple(o * p // n for o, p, n in zip(offset, parts, shape, strict=True))
+    places = places_by_device(sharding, parts)
+    return tuple(sorted({process for process, place in places if place == wanted}))
+
+
+def held_places(places: Iterable[tuple[int, Shape]]) -> dict[int, set[Shape]]:
+    """Return the places in the shard grid that each process holds."""
+    held: dict[int, set[Shape]] = {}
+    for process, place in places:
+        held.setdefault(process, set()).add(place)
+    return held
+
+
+def shard_grid(sharding: jax.sharding.Sharding, shape: Shape) -> Shape:
+    """Return the number of shards along every axis."""
+    shard = sharding.shard_shape(shape)
+    return tuple(n // s if s else 1 for n, s in zip(shape, shard, strict=True))
+
+
+def places_by_device(sharding: jax.sharding.Sharding, parts: Shape) -> list[tuple[int, Shape]]:
+    """Return for every device its process, and the place in the shard grid that it holds."""
+    devices: Mapping[jax.Device, tuple[slice, ...]] = sharding.devices_indices_map(parts)
+    return [
+        (device.process_index, tuple(part.start or 0 for part in index))
+        for device, index in devices.items()
+    ]

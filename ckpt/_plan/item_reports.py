@@ -21,8 +21,7 @@ from ckpt._format.leaf_table import LeafForm, LeafTable
 from ckpt._format.manifest import ItemEntry, Node, ShardingEntry
 from ckpt._format.ocdbt import KeyValue
 from ckpt._format.shardings import describe_sharding
-from ckpt._plan.chunking import METADATA_KEY, LeafPlan
-from ckpt._plan.ownership import holders_of
+from ckpt._plan.chunking import METADATA_KEY, LeafPlan, holders_of
 from ckpt._plan.write_batches import FileSpans, WriteBatch
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, SCALAR_KINDS
 from ckpt._tree.leaf_names import orbax_folder, orbax_names, same_name

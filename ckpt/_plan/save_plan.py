@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence, Set
+from typing import TYPE_CHECKING, TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckpt._plan.chunking import (
-    LeafPlan,
-    LeafPlanner,
-    Limits,
-    add_leaf,
-    limits_of,
-    shared_chunks,
-    whole_leaf_chunks,
-)
-from ckpt._plan.ownership import ArrayPlacement, Ownership, Partitioner, ProcessGroup
+from ckpt._plan.chunking import LeafPlan, LeafPlanner, Limits, limits_of, whole_leaf_chunks
 from ckpt._plan.write_batches import SECTOR, Chunk, WriteBatch, pack_chunks, to_encode
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from ckpt._format.manifest import Node
+    from ckpt._job.division import Division, ProcessGroup
+
+    TreeDivision: TypeAlias = "Undivided | Division"
 
 # A chunk takes about 55 bytes of the manifest, a file 130; the manifest may have 256 MiB.
 MOST_CHUNKS = 3_000_000
@@ -64,11 +62,44 @@ class SavePlan(Struct, frozen=True):
         return any(batch.encoded for batch in self.batches)
 
 
+class Undivided(Struct, frozen=True):
+    """A tree that one process saves alone: all of it.
+
+    Attributes:
+        group: The processes that save; None for a single process.
+        count: Number of processes.
+        spans: True if arrays may be spread over the devices of several processes.
+        own: Numbers of the leaves that every process has for itself.
+    """
+
+    group: None = None
+    count: int = 1
+    spans: bool = False
+    own: tuple[int, ...] = ()
+
+    def leaves(
+        self, names: Sequence[str], specs: Sequence[LeafSpec], planner: LeafPlanner
+    ) -> list[LeafPlan]:
+        """Return the plans of all leaves."""
+        return [planner.plan(name, spec, None) for name, spec in zip(names, specs, strict=True)]
+
+    def chunks(self, leaves: Sequence[LeafPlan]) -> tuple[list[Chunk], list[Chunk]]:
+        """Return the chunks that this process owns, and no copies of others."""
+        stored = [number for number, leaf in enumerate(leaves) if leaf.has_chunks]
+        return [chunk for n in stored for chunk in whole_leaf_chunks(n, leaves[n])], []
+
+    def fingerprint(self, plan: SavePlan, nodes: Sequence[Node]) -> None:
+        """Return None: no other process compares the tree."""
+
+
+WHOLE = Undivided()
+
+
 def plan_save(
     names: Sequence[str],
     specs: Sequence[LeafSpec],
     budget_bytes: int,
-    group: ProcessGroup | None = None,
+    division: TreeDivision = WHOLE,
     largest_file_bytes: int | None = None,
     usual_file_bytes: int | None = None,
 ) -> SavePlan:
@@ -80,7 +111,7 @@ def plan_save(
         budget_bytes: The staging budget in bytes, the same on all processes; batches are kept to a
             quarter of it, so that staging and writing can overlap within it. (A single chunk that
             cannot be smaller may be larger.)
-        group: The processes that save together; None for a single process.
+        division: The division of the tree among the processes that save together.
         largest_file_bytes: Most bytes of a data file.
         usual_file_bytes: Approximate best size of a data file; None for the best on a disk.
 
@@ -94,56 +125,21 @@ def plan_save(
         raise InvalidArgumentError(
             f"largest_file_bytes={largest_file_bytes}: expected {SECTOR} or more"
         )
-    if group is not None and group.count == 1:
-        group = None
-    ownership = None if group is None else Ownership(group)
     stored = [spec for spec in specs if spec.kind in ARRAY_KINDS and spec.same_as is None]
     nbytes = sum(spec.nbytes for spec in stored)
-    processes = 1 if group is None else group.count
-    limits = limits_of(nbytes, budget_bytes, processes, largest_file_bytes, usual_file_bytes)
-    planner = LeafPlanner(limits)
-    leaves = []
-    own = []
-    placements: dict[int, ArrayPlacement] = {}
-    partitioner = Partitioner()
-    chunks = 0
-    for number, (name, spec) in enumerate(zip(names, specs, strict=True)):
-        placement = None
-        if ownership is not None:
-            placement = ownership.placement(spec.sharding, spec.shape, name)
-        leaf = planner.plan(name, spec, placement)
-        leaves.append(leaf)
-        if placement is not None:
-            placements[number] = placement
-            if leaf.has_chunks:
-                add_leaf(partitioner, number, leaf, placement)
-        elif group is not None and spec.same_as is None:
-            own.append(number)
-        chunks += math.prod(leaf.grid)
+    limits = limits_of(nbytes, budget_bytes, division.count, largest_file_bytes, usual_file_bytes)
+    leaves = division.leaves(names, specs, LeafPlanner(limits))
+    chunks = sum(math.prod(leaf.grid) for leaf in leaves)
     if chunks > MOST_CHUNKS:
         raise _too_many(chunks, leaves)
-    is_local = group is not None and group.mode == "local"
-    parts = partitioner.own()
-    others = partitioner.copies() if is_local else {}
-    found: list[Chunk] = []
-    copies: list[Chunk] = []
-    for number, leaf in enumerate(leaves):
-        if not leaf.has_chunks:
-            continue
-        if number in placements:
-            found.extend(shared_chunks(number, leaf, placements[number], parts))
-            copies.extend(shared_chunks(number, leaf, placements[number], others))
-        elif group is None or group.index == 0:
-            found.extend(whole_leaf_chunks(number, leaf, group))
-        elif is_local:
-            copies.extend(whole_leaf_chunks(number, leaf, group))
+    found, copies = division.chunks(leaves)
     batches = _biggest_first([*_batches(leaves, found, limits), *_batches(leaves, copies, limits)])
     return SavePlan(
         tuple(leaves),
         batches,
         nbytes,
-        group,
-        tuple(own),
+        division.group,
+        tuple(division.own),
         limits,
         frozenset((chunk.leaf, chunk.number) for chunk in copies),
     )

@@ -12,15 +12,16 @@ from ckpt._engine.memory.arena import Arena
 from ckpt._engine.memory.buffers import Buffers
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._events import GuardedObserver, Observer
+from ckpt._job.solo_job import SoloJob
 from ckpt._plan.format_rules import Formats, compile_formats
+from ckpt._runtime.jax_internals import job_size
 from ckpt._settings import Staging, Timeouts
-from ckpt.coordination._base import Coordinator, KeyValues
-from ckpt.coordination._jobs import default_coordinator
-from ckpt.coordination._peers import Peers
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike, find_handlers
 
 if TYPE_CHECKING:
+    from ckpt._job.solo_job import ProcessJob
+    from ckpt.coordination._base import Coordinator
     from ckpt.extensions import Extensions
 
 # Engines take their clock from here when they are made; `ckpt.testing.clock` sets another one.
@@ -58,43 +59,37 @@ def extend(engine: Engine, extensions: Extensions) -> None:
     engine.extensions = open_extensions(extensions, engine.extension_states)
 
 
-def make_peers(
+def make_job(
     coordinator: Coordinator | None, timeouts: Timeouts, location: str, engine: Engine
-) -> Peers | None:
-    """Return the processes of the job that `coordinator` describes; None for a single process.
+) -> ProcessJob:
+    """Return the part that this process takes in the job that `coordinator` describes.
 
-    Without a coordinator, it is the job of `jax.distributed`.
+    Without a coordinator, it is the job of `jax.distributed`. A process that is alone imports
+    nothing of jobs.
     """
-    job = job_of(coordinator)
-    if job.process_count == 1:
+    job = _several(coordinator)
+    if job is None:
+        return SoloJob(engine.arena.capacity)
+    from ckpt._job.agreement.peers import Peers
+    from ckpt._job.processes import MultihostJob
+
+    return MultihostJob(Peers(job, timeouts.coordination, location, engine.arena.capacity))
+
+
+def place_in_job(coordinator: Coordinator | None) -> tuple[int, int]:
+    """Return the number of this process in its job, and the number of processes."""
+    job = _several(coordinator)
+    return (0, 1) if job is None else (job.process_index, job.process_count)
+
+
+def _several(coordinator: Coordinator | None) -> Coordinator | None:
+    """Return the job that this process shares with others; None if it is alone."""
+    if coordinator is None and job_size() == 1:
         return None
-    return Peers(job, timeouts.coordination, location, engine.arena.capacity)
+    from ckpt.coordination._jobs import job_of
 
-
-def job_of(coordinator: Coordinator | None) -> Coordinator:
-    """Return the checked `coordinator`, or that of `jax.distributed` if it is None."""
-    if coordinator is None:
-        return default_coordinator()
-    given: object = coordinator
-    # A class has the methods of its instances: refuse it by name.
-    if isinstance(given, type) or not isinstance(given, Coordinator):
-        what = (
-            "a Coordinator such as ckpt.coordination.SingleProcess(), or None for the job of "
-            "jax.distributed"
-        )
-        raise invalid("coordinator", given, what + _instead_of_class(given))
-    count: object = coordinator.process_count
-    if type(count) is not int or count < 1:
-        raise invalid("coordinator.process_count", count, "a whole number, 1 or more")
-    index: object = coordinator.process_index
-    if type(index) is not int or not 0 <= index < count:
-        what = f"a whole number from 0 to {count - 1}, since its process_count is {count}"
-        raise invalid("coordinator.process_index", index, what)
-    shared: object = coordinator.key_values() if count > 1 else None
-    if count > 1 and (isinstance(shared, type) or not isinstance(shared, KeyValues)):
-        what = "an object with the methods of ckpt.coordination.KeyValues"
-        raise invalid("coordinator.key_values()", shared, what)
-    return coordinator
+    job = job_of(coordinator)
+    return None if job.process_count == 1 else job
 
 
 def checked_observers(observers: object) -> tuple[Observer, ...]:
@@ -111,10 +106,6 @@ def checked_observers(observers: object) -> tuple[Observer, ...]:
         if not callable(each) or isinstance(each, type):
             raise InvalidArgumentError(
                 f"observers: expected functions of an Event, not {shown(each)}"
-                + _instead_of_class(each)
+                + (f"; pass an instance, {each.__name__}(...)" if isinstance(each, type) else "")
             )
     return tuple(map(GuardedObserver, found))
-
-
-def _instead_of_class(given: object) -> str:
-    return f"; pass an instance, {given.__name__}(...)" if isinstance(given, type) else ""

@@ -7,13 +7,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt._arguments import check_step, shown
 from ckpt._engine.base_step import base_of_restored
 from ckpt._engine.engine import Engine
 from ckpt._engine.restore.pipeline import restore_items
-from ckpt._engine.restore.step_files import OtherCopies, StepCopy
+from ckpt._engine.restore.step_files import Elsewhere, OtherCopies, StepCopy
 from ckpt._engine.restore.virtual_files import files_of
 from ckpt._engine.verify.file_selection import read_limits
 from ckpt._engine.verify.pipeline import verify_step_dir
@@ -28,7 +28,6 @@ from ckpt._steps.index import StepIndex
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.path_diagnosis import opened_checkpoint
 from ckpt._steps.previous_steps import saved_step
-from ckpt._steps.processes import Processes
 from ckpt._steps.restores.restore_arguments import (
     RestoreOptions,
     context_of,
@@ -60,6 +59,9 @@ from ckpt.storage._base import Storage
 from ckpt.storage._manifests import refuse_deleted
 from ckpt.storage._resolve import PathLike, open_step_dir
 
+if TYPE_CHECKING:
+    from ckpt._job.solo_job import Processes
+
 logger = logging.getLogger("ckpt")
 
 # After so many tries a read fails: a writer that deletes the latest step so often keeps none that
@@ -68,8 +70,6 @@ _LATEST_TRIES = 20
 
 BeginsFrom = Callable[[Parent | None, int | None, RestoredState | None], None]
 _Load = Callable[[int | None], Awaitable[tuple[int | None, Any]]]
-# Finds copies of a step in other places with the same content as this manifest.
-Elsewhere = Callable[[Manifest], Awaitable[Sequence[StepCopy]]]
 
 
 class StepReader:
@@ -148,9 +148,8 @@ class StepReader:
 
         Empty in a job: the processes must not act on what only one of them has seen.
         """
-        if self._processes.count > 1:
-            return []
-        return [each.step for each in self._index.unreadable if each.kind == "damaged"]
+        damaged = [each.step for each in self._index.unreadable if each.kind == "damaged"]
+        return self._processes.found_here(damaged)
 
     async def copy(self, step: int) -> StepCopy | None:
         """Return `step` as another copy of a step that is restored elsewhere; None if it is none.
@@ -326,7 +325,7 @@ class StepReader:
                 known_latest = latest if step is None and deleted is None else None
                 try:
                     async with processes.restoring(
-                        step, known_latest, options.broadcast_bytes, caller
+                        step, known_latest, options.broadcast_bytes, caller, elsewhere
                     ) as found:
                         opened = found.opened
                         manifest = opened.manifest
@@ -337,9 +336,8 @@ class StepReader:
                                 raise deleted
                         known = manifest
                         copies, is_own = None, opened.foreign is None
-                        # In a job, each process may have a different part of the step.
-                        if elsewhere is not None and is_own and processes.count == 1:
-                            copies = OtherCopies(partial(elsewhere, manifest))
+                        if found.elsewhere is not None and is_own:
+                            copies = OtherCopies(partial(found.elsewhere, manifest))
                         job = processes.process, processes.count, processes.observers
                         context = context_of(opened, engine, *job, found.broadcast, options, copies)
                         loaded = await restore_items(context, wanted_items(manifest, options))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from msgspec.structs import replace
@@ -20,7 +20,6 @@ from ckpt._steps.index import StepIndex
 from ckpt._steps.misplaced import say_misplaced
 from ckpt._steps.pins import forget_expired
 from ckpt._steps.previous_steps import PreviousSteps, saved_step
-from ckpt._steps.processes import Processes
 from ckpt._steps.removal.retention import Retention
 from ckpt._steps.root_metadata import write_root_metadata
 from ckpt.errors import CheckpointError, ReadOnlyError, StorageError
@@ -28,6 +27,9 @@ from ckpt.save_when._save_policies import SaveContext, SavePolicyLike, refusal_o
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import note_branch
+
+if TYPE_CHECKING:
+    from ckpt._job.solo_job import Processes
 
 logger = logging.getLogger("ckpt")
 
@@ -117,11 +119,14 @@ class Root:
 
         So a root of another library, or one that was only read, stays as it was.
         """
-        if not self._begun and self.processes.owns_root:
-            await write_root_metadata(self.storage, self.metadata or {})
-            await self.retention.prepare()
-            await self.retention.write_down()
+        if not self._begun:
+            await self.processes.begin(self._write_notes)
             self._begun = True
+
+    async def _write_notes(self) -> None:
+        await write_root_metadata(self.storage, self.metadata or {})
+        await self.retention.prepare()
+        await self.retention.write_down()
 
     async def _sweep(self) -> None:
         """Remove leftovers of dead writers from the root."""

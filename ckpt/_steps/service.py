@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NoReturn, SupportsIndex, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, get_args
 
 from ckpt._arguments import check_step, number_of_seconds, one_of
 from ckpt._commit import StepInfo
@@ -18,7 +18,6 @@ from ckpt._runtime.loop import EngineLoop
 from ckpt._settings import IfTaken, Timeouts
 from ckpt._steps.index import MissingRoot, StepIndex
 from ckpt._steps.pins import Pin, pin, pins, unpin
-from ckpt._steps.processes import OneProcess, Processes, SeparateRoots, SharedRoot
 from ckpt._steps.reader import StepReader
 from ckpt._steps.removal.retention import Retention
 from ckpt._steps.removal.trash import StepTrash
@@ -29,7 +28,6 @@ from ckpt._steps.saves.partial import OpenSave
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.queue import SaveQueue
 from ckpt._steps.saves.save_arguments import make_request
-from ckpt.coordination._peers import Peers
 from ckpt.errors import InvalidArgumentError
 from ckpt.keep._deletion import Deletion, trash_of
 from ckpt.keep._keep_policies import All, KeepRules
@@ -37,6 +35,9 @@ from ckpt.keep._ranking import ranking_of
 from ckpt.save_when._save_policies import SavePolicyLike
 from ckpt.step_names import StepNames
 from ckpt.storage._base import Storage
+
+if TYPE_CHECKING:
+    from ckpt._job.solo_job import ProcessJob
 
 logger = logging.getLogger("ckpt")
 
@@ -61,19 +62,15 @@ class RootService:
         timeouts: Timeouts,
         preemption: Preemption,
         commits: OpenCommits,
-        peers: Peers | None,
+        job: ProcessJob,
         log_level: int = logging.INFO,
     ) -> None:
-        """Serve the root of `storage`; `peers` are the other processes of the job, if any."""
+        """Serve the root of `storage` together with the processes of `job`."""
         self.loop = loop
         self.preemption = preemption
         self.engine = engine
         index = StepIndex(storage, names, missing=missing)
-        processes: Processes
-        if peers is None:
-            processes = OneProcess(index, engine.arena.capacity)
-        else:
-            processes = (SeparateRoots if peers.own_disks else SharedRoot)(peers, index)
+        processes = job.at(index, engine.staging.backlog)
         retention = Retention(storage, index, keep, deletion, engine.observers, engine.now_ns)
         retention.log_level = log_level
         trash = None if deletion is None else trash_of(deletion)
@@ -106,17 +103,15 @@ class RootService:
     def storage(self) -> Storage:
         return self.root.storage
 
-    @property
-    def tidies_alone(self) -> bool:
-        """True if this process deletes superfluous steps without the other processes of a job."""
-        processes = self.root.processes
-        return processes.owns_root and not isinstance(processes, SeparateRoots)
-
     async def tidy(self) -> None:
         """Delete superfluous steps after a change of the steps that is not a save."""
-        latest = await self.root.index.latest() if self.tidies_alone else None
-        if latest is not None:
-            await self.root.preserve(latest.step)
+
+        async def act() -> None:
+            latest = await self.root.index.latest()
+            if latest is not None:
+                await self.root.preserve(latest.step)
+
+        await self.root.processes.tidy(act)
 
     def start_partial(
         self,
@@ -134,13 +129,7 @@ class RootService:
         # The items come later.
         request.items.clear()
         self.root.refuse_writing()
-        if self.root.processes.count > 1:
-            raise InvalidArgumentError(
-                "a save in parts is made by one process, and this job has "
-                f"{self.root.processes.count}: save the whole step with save()",
-                step=step,
-            )
-        return OpenSave(self.saves, request)
+        return OpenSave(self.saves, request, self.root.processes.save_in_parts(step))
 
     def reached_preemption(self, step: SupportsIndex) -> bool:
         """Return True if the run is to end at `step`; called on the caller's thread.
@@ -214,9 +203,8 @@ class RootService:
             else:
                 await root.retention.delete_items(await root.index.found(step), {item: None})
 
-        if not root.processes.owns_root:
-            await self.saves.idle()
-        await root.processes.delete(f"delete-{item}", step, f"the deletion of step {step}", act)
+        what = f"the deletion of step {step}"
+        await root.processes.delete(f"delete-{item}", step, what, act, self.saves.idle)
 
     async def undelete(self, step: int) -> None:
         step = check_step(step)

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -15,7 +16,7 @@ from ckpt._arguments import invalid
 from ckpt._engine.engine import Engine
 from ckpt._runtime.loop import EngineLoop
 from ckpt._settings import Timeouts
-from ckpt._steps.factory import make_peers
+from ckpt._steps.factory import make_job
 from ckpt._steps.saves.commits import OpenCommits
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
@@ -37,13 +38,15 @@ from ckpt._tiers.tier_drains import TierDrains
 from ckpt._tiers.tier_fetches import TierFetches
 from ckpt.coordination._base import Coordinator
 from ckpt.coordination._jobs import OwnDisks, has_own_disks
-from ckpt.coordination._peers import Peers
 from ckpt.errors import InvalidArgumentError
 from ckpt.keep._keep_policies import KeepRules, Latest, as_keep_rules
 from ckpt.step_names import StepNames
 from ckpt.storage._base import Storage
 from ckpt.storage._local.config import Local
 from ckpt.storage._resolve import PathLike, local_path, open_root
+
+if TYPE_CHECKING:
+    from ckpt._job.solo_job import ProcessJob
 
 logger = logging.getLogger("ckpt")
 
@@ -142,7 +145,7 @@ def _tier_of_process(near: Sequence[Tier], job: Coordinator) -> Tier:
 def with_tiers(
     tiers: Tiers,
     service: RootService,
-    serve: Callable[[Storage, KeepRules | None, Peers | None], RootService],
+    serve: Callable[[Storage, KeepRules | None, ProcessJob], RootService],
     run: RunParts,
 ) -> TieredService:
     """Return the service of a run with tiers.
@@ -163,7 +166,7 @@ def with_tiers(
         serve(
             open_root(tier.path, run.timeouts),
             None if tier.keep is None else as_keep_rules(tier.keep),
-            make_peers(disks, run.timeouts, run.location, run.engine),
+            make_job(disks, run.timeouts, run.location, run.engine),
         )
         for tier in tiers.near
     ]
@@ -279,7 +282,7 @@ def _service_of_memory(
         timeouts=run.timeouts,
         preemption=Preemption(),
         commits=commits,
-        peers=make_peers(job, run.timeouts, storage.location, engine),
+        job=make_job(job, run.timeouts, storage.location, engine),
         # Snapshots may come every few seconds.
         log_level=logging.DEBUG,
     )

@@ -26,10 +26,13 @@ from typing import Any
 import anyio
 import msgspec
 
+from ckpt._job.agreement.collectives import concluded, gathered
+from ckpt._job.agreement.heartbeat import beating
+from ckpt._job.agreement.operation import Operation
+from ckpt._job.processes import SeparateRoots
 from ckpt._redaction import redact
 from ckpt._runtime.futures import settled
 from ckpt._runtime.threads import run_in_thread
-from ckpt._steps.processes import SeparateRoots
 from ckpt._steps.service import RootService
 from ckpt._tiers.agent.client import AgentClient
 from ckpt._tiers.agent.messages import (
@@ -51,9 +54,6 @@ from ckpt._tiers.settings import LOOPBACK, PeerCopies
 from ckpt._tiers.shared_folder import SharedFolder, take_abandoned_of
 from ckpt._tree.table import format_bytes
 from ckpt.coordination._base import Coordinator
-from ckpt.coordination._collectives import concluded, gathered
-from ckpt.coordination._heartbeat import beating
-from ckpt.coordination._operation import Operation
 from ckpt.errors import CheckpointError
 from ckpt.keep._questions import SavedStep
 

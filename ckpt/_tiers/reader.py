@@ -13,14 +13,14 @@ from msgspec import Struct
 
 from ckpt._arguments import check_step
 from ckpt._conversion.copies.step_location import holds_the_same
-from ckpt._engine.restore.step_files import StepCopy
+from ckpt._engine.restore.step_files import Elsewhere, StepCopy
 from ckpt._engine.verify.report import VerifyReport
 from ckpt._format.manifest import Manifest
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import PassedOver
-from ckpt._steps.reader import Elsewhere, StepReader, check_one_step, rank
+from ckpt._steps.reader import StepReader, check_one_step, rank
 from ckpt._steps.restores.restore_arguments import RestoreOptions
 from ckpt._steps.restores.step_choice import RunStart
 from ckpt._steps.step_metadata import StepMetadata

@@ -311,8 +311,7 @@ class TierDrains:
         if leg + 1 < len(self._services):
             await self.send_on(leg + 1, number)
         for each in (self._targets[leg], self._services[leg]):
-            if each.tidies_alone:
-                await each.root.preserve(check_step(number))
+            await each.root.processes.tidy(partial(each.root.preserve, check_step(number)))
 
     async def _distrust(self, leg: int, number: int) -> None:
         """Keep saves from sharing files with a step that is damaged at its tier."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from ckpt.coordination._base import Coordinator, KeyValues
 from ckpt.coordination._jax_service import JaxDistributed
-from ckpt.coordination._jobs import OwnDisks, SingleProcess, default_coordinator
-from ckpt.coordination._memory import MemoryKeyValues
+from ckpt.coordination._jobs import MemoryKeyValues, OwnDisks, SingleProcess, default_coordinator
 
 __all__ = [
     "Coordinator",

@@ -1,4 +1,4 @@
-"""The coordination service of `jax.distributed`: the only file that uses private modules of jax.
+"""The coordination service of `jax.distributed`, as values that the processes of a job share.
 
 The service runs in process 0. Its client blocks the calling thread, without holding the GIL, and
 its calls cannot be stopped. So a short request runs in a worker thread that is left behind when the
@@ -12,9 +12,11 @@ Nothing in here runs anything on devices.
 from __future__ import annotations
 
 import atexit
+import secrets
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -23,10 +25,10 @@ import anyio
 import jax
 from anyio.lowlevel import RunVar
 
+from ckpt._runtime import jax_internals
 from ckpt._runtime.futures import settled
 from ckpt._runtime.threads import run_in_thread, start_thread
 from ckpt.coordination._base import KeyValues
-from ckpt.coordination._long_values import Part, join, split
 from ckpt.errors import CheckpointError, CoordinationError
 
 T = TypeVar("T")
@@ -65,7 +67,7 @@ class JaxDistributed:
 
     def __init__(self) -> None:
         """Find the client; no request is made."""
-        state = _state()
+        state = jax_internals.distributed_state()
         client = getattr(state, "client", None)
         if client is None:
             raise CoordinationError(
@@ -74,7 +76,7 @@ class JaxDistributed:
             )
         missing = [name for name in _CALLS if not hasattr(client, name)]
         if missing:
-            raise CoordinationError(_unknown_version(f"no {', '.join(missing)}"))
+            raise CoordinationError(jax_internals.unknown_version(f"no {', '.join(missing)}"))
         self._index = int(state.process_id)
         self._count = int(state.num_processes)
         self._shared = _Shared(client, str(getattr(state, "coordinator_address", "")))
@@ -92,25 +94,6 @@ class JaxDistributed:
     def key_values(self) -> KeyValues:
         """Return the service's values; they live from the first call to the end of process 0."""
         return self._shared
-
-
-def job_size() -> int:
-    """Return the number of processes of this job, as far as jax knows; initializes nothing.
-
-    Raises:
-        CoordinationError: There are several processes, but `jax.distributed` was not initialized.
-    """
-    state = _state()
-    if getattr(state, "client", None) is not None:
-        return int(state.num_processes)
-    # Before any device is used, jax cannot know of several processes, and asking would use devices.
-    if _devices_are_in_use() and jax.process_count() > 1:
-        raise CoordinationError(
-            f"jax has {jax.process_count()} processes, but jax.distributed is not initialized, so "
-            "they cannot agree on anything; call jax.distributed.initialize() before anything "
-            "else in every process, or pass a coordinator of your own (coordinator=)"
-        )
-    return 1
 
 
 class _Shared:
@@ -281,26 +264,47 @@ def _has_code(code: str, error: Exception) -> bool:
     return str(error).startswith(f"{code}:")
 
 
-def _state() -> Any:
+# gRPC takes messages of up to 4 MB by default, and a service that sends long messages keeps all
+# others waiting.
+PART_BYTES = 1 << 20
+_WORTH_COMPRESSING = 512
+_PLAIN, _COMPRESSED, _IN_PARTS = b"p", b"z", b"n"
+
+Part = tuple[str, bytes]
+
+
+def split(value: bytes) -> tuple[bytes, list[Part]]:
+    """Return the head of a value, and the parts to be stored before it, by name."""
+    body = _PLAIN + value
+    if len(value) >= _WORTH_COMPRESSING:
+        compressed = zlib.compress(value, 1)
+        if len(compressed) < len(value):
+            body = _COMPRESSED + compressed
+    if len(body) <= PART_BYTES:
+        return body, []
+    name = secrets.token_hex(8)
+    pieces = [body[at : at + PART_BYTES] for at in range(0, len(body), PART_BYTES)]
+    parts = [(f"{name}/{number}", piece) for number, piece in enumerate(pieces)]
+    return _IN_PARTS + f"{name} {len(parts)}".encode(), parts
+
+
+def join(head: bytes, read: Callable[[str], bytes]) -> bytes:
+    """Return the value of a head; `read` returns a part by its name.
+
+    Raises:
+        CoordinationError: `split` did not write the head or a part.
+    """
     try:
-        from jax._src import distributed
-
-        return distributed.global_state
-    except (ImportError, AttributeError) as error:
-        raise CoordinationError(_unknown_version("no distributed.global_state")) from error
-
-
-def _devices_are_in_use() -> bool:
-    try:
-        from jax._src import xla_bridge
-
-        return bool(xla_bridge.backends_are_initialized())
-    except (ImportError, AttributeError):
-        return False
-
-
-def _unknown_version(what: str) -> str:
-    return (
-        f"jax {jax.__version__} has {what}: this library can coordinate several processes with jax "
-        "0.10 to 0.12; install one of those, or pass a coordinator of your own (coordinator=)"
+        if head[:1] == _IN_PARTS:
+            name, count = head[1:].decode().split(" ")
+            head = b"".join(read(f"{name}/{number}") for number in range(int(count)))
+        if head[:1] == _PLAIN:
+            return head[1:]
+        if head[:1] == _COMPRESSED:
+            return zlib.decompress(head[1:])
+    except (ValueError, zlib.error):
+        pass
+    raise CoordinationError(
+        f"a value that the processes share is not understood ({head[:80]!r}); all processes of a "
+        "job have to run the same version of this library"
     )

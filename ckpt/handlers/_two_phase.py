@@ -20,7 +20,7 @@ from typing import Any
 import anyio
 
 from ckpt._format.step_files.item_file_names import check_file_path
-from ckpt._plan.multihost.per_process import renamed
+from ckpt._format.step_files.per_process import renamed
 from ckpt.errors import HandlerError
 from ckpt.handlers._base import ItemReader, ItemWriter
 

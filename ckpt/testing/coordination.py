@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ckpt.coordination._memory import MemoryKeyValues
+from ckpt.coordination._jobs import MemoryKeyValues
 
 __all__ = ["MemoryKeyValues"]

@@ -23,8 +23,8 @@ from ckpt._format.digests import digest
 from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import Manifest, encode
 from ckpt._format.manifest_head import FileEntry
+from ckpt._format.step_files.per_process import apart, combine, own_path, pick, renamed
 from ckpt._plan.adapt import Adapt
-from ckpt._plan.multihost.per_process import apart, combine, own_path, pick, renamed
 from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine
 from ckpt._steps.restores.restore_arguments import RestoreOptions, wanted_items

@@ -14,13 +14,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._conversion.assembly.planned_tree import planned_tree
-from ckpt._engine.save.merged_items import check_alike, merge_item
-from ckpt._engine.save.multihost.save_report import SaveReport, decode_report, same_items
+from ckpt._engine.save.merged_items import merge_item
 from ckpt._engine.save.step_manifest import encode_manifest
 from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, Manifest, features
 from ckpt._format.manifest_head import FileEntry
-from ckpt._plan.multihost.per_process import combine, is_combined
+from ckpt._format.step_files.per_process import combine, is_combined
+from ckpt._job.reports import SaveReport, check_alike, decode_report, same_items
 from ckpt._plan.orbax_view import item_view, step_view, text_view
 from ckpt._vitals.extension.merged_signs import warn_of_unequal
 from ckpt.errors import CheckpointError, CorruptCheckpointError, located

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from msgspec import Struct, field
 
 from ckpt._engine.engine import Engine
-from ckpt._engine.restore.shared_reads import Broadcast
 from ckpt._engine.restore.step_files import OtherCopies, OwnFiles, StepFiles
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.leaf_table import LeafTable
@@ -19,6 +18,9 @@ from ckpt._plan.targets import ArrayRead
 from ckpt._settings import ArrayMemory
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import files_folder
+
+if TYPE_CHECKING:
+    from ckpt._job.shared_reads import Broadcast
 
 # Most shared requests in progress; their sizes have to be the same in all processes.
 SHARED_REQUESTS = 4

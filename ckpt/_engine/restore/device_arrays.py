@@ -3,8 +3,8 @@
 `jax.device_put` has two costs that a restore feels. It takes about 35 us of Python for each array.
 On CPU devices it turns aligned numpy memory into the array itself, and jax cannot donate such
 memory: the first step after a restore would allocate the whole state again. The runtime function
-that it ends in takes 6 us, and can copy during the call. That function is not public, so only this
-file knows it; if it is missing or refuses, `jax.device_put` is used.
+that it ends in takes 6 us, and can copy during the call. That function is not public; if it is
+missing or refuses, `jax.device_put` is used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 from msgspec import Struct
+
+from ckpt._runtime.jax_internals import array_runtime
 
 logger = logging.getLogger("ckpt")
 
@@ -112,12 +114,7 @@ def _at_device(device: jax.Device, kind: ArrayKind) -> jax.sharding.Sharding:
 def _runtime_put() -> _Put | None:
     """Return a function that makes arrays; None if jax does not have it."""
     try:
-        from jax._src import core
-        from jax._src.lib import xla_client  # type: ignore[attr-defined]
-
-        raw = xla_client.batched_device_put
-        semantics = xla_client.HostBufferSemantics
-        kept, during = semantics.ZERO_COPY, semantics.IMMUTABLE_ONLY_DURING_CALL
+        runtime = array_runtime()
     except (ImportError, AttributeError) as error:
         _say_once(f"{error!s:.200}")
         return None
@@ -127,8 +124,9 @@ def _runtime_put() -> _Put | None:
     ) -> list[jax.Array]:
         if copies and len(devices) > 1:
             return in_parts(kind, devices, arrays)
-        abstract, given = core.ShapedArray(kind.shape, kind.dtype), list(devices)
-        sharding, committed, how = kind.sharding, kind.committed, during if copies else kept
+        abstract, given = runtime.abstract(kind.shape, kind.dtype), list(devices)
+        how, raw = runtime.copied if copies else runtime.kept, runtime.put
+        sharding, committed = kind.sharding, kind.committed
         return [raw(abstract, sharding, hosts, given, committed, False, how) for hosts in arrays]
 
     def in_parts(kind: ArrayKind, devices: Devices, arrays: Sequence[Hosts]) -> list[jax.Array]:

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import numpy as np
@@ -29,11 +29,11 @@ from ckpt._engine.restore.destinations import (
 )
 from ckpt._engine.restore.item_files import read_item_file
 from ckpt._engine.restore.placement import loses_precision, place
-from ckpt._engine.restore.shared_reads import BlockReader, SharedReads
-from ckpt._engine.restore.step_files import ItemElsewhere
+from ckpt._engine.restore.step_files import BlockReader, ItemElsewhere
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.regions import Region, whole
+from ckpt._format.step_files.per_process import ProcessPart, own_path
 from ckpt._plan.chunk_reads import (
     COALESCED_BYTES,
     ChunkRead,
@@ -44,8 +44,6 @@ from ckpt._plan.chunk_reads import (
     plan_requests,
     request_bytes,
 )
-from ckpt._plan.multihost.per_process import ProcessPart, own_path
-from ckpt._plan.multihost.read_groups import Grouping
 from ckpt._plan.slices.array_slices import ArraySlice
 from ckpt._plan.targets import ArrayRead, ArrayTarget
 from ckpt._runtime.threads import run_in_thread
@@ -54,6 +52,9 @@ from ckpt.errors import CorruptCheckpointError, StorageError, located
 from ckpt.handlers._base import ItemReader
 from ckpt.storage._base import MapsFiles
 from ckpt.storage._manifests import while_read
+
+if TYPE_CHECKING:
+    from ckpt._job.read_groups import Grouping
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
@@ -195,8 +196,7 @@ class EngineItemReader:
             work.damage.raise_if_any()
 
         assert self._restore.broadcast is not None
-        shared = SharedReads(
-            self._restore.broadcast,
+        shared = self._restore.broadcast.reads(
             self._restore.files.read_block,
             self._restore.engine.buffers,
             self._recorder,

@@ -32,8 +32,8 @@ from msgspec import Struct
 from ckpt._arguments import shown
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.item_reader import EngineItemReader
+from ckpt._format.step_files.per_process import pick
 from ckpt._plan.adapt import Adapt
-from ckpt._plan.multihost.per_process import pick
 from ckpt._runtime.interpreter import short_switch_interval
 from ckpt._runtime.tasks import for_each
 from ckpt._tree.leaf_kinds import UNREADABLE

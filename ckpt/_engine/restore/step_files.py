@@ -102,6 +102,12 @@ class StepCopy(Struct, frozen=True):
     files: StepFiles
 
 
+# As `StepFiles.read_block`.
+BlockReader = Callable[[str, int, memoryview, Callable[[], None]], Awaitable[None]]
+# Finds copies of a step in other places with the same content as this manifest.
+Elsewhere = Callable[["Manifest"], Awaitable[Sequence[StepCopy]]]
+
+
 class ItemElsewhere(Struct, frozen=True):
     """An item of another copy of a step.
 

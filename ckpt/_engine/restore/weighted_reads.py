@@ -19,7 +19,7 @@ from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.item_reader import EngineItemReader
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.manifest import ItemEntry
-from ckpt._plan.multihost.per_process import pick
+from ckpt._format.step_files.per_process import pick
 from ckpt._plan.targets import ArrayRead
 from ckpt._plan.weighted_means import accumulator, is_averaged, numbers_in
 from ckpt.errors import located

@@ -428,7 +428,7 @@ class ItemWrite:
         report = self._report(with_digests=True)
         if not self._extensions:
             return report
-        process = self._session.processes.group.index
+        process = self._session.processes.process
         notes = {
             name: each.finish(report, self._base, process)
             for name, each in self._extensions.items()

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
@@ -14,7 +14,7 @@ from ckpt._engine.base_step import SavedItem, references, saved_item
 from ckpt._engine.chunk_extensions import NotesOfItem
 from ckpt._engine.plan_cache import ItemPlan
 from ckpt._engine.save.item_write import ItemWrite
-from ckpt._engine.save.merged_items import ItemParts, WrittenTree, entry_of, own_digests
+from ckpt._engine.save.merged_items import ItemParts, WrittenTree
 from ckpt._engine.save.save_request import SaveCall
 from ckpt._engine.save.session import SaveSession
 from ckpt._engine.save.shared_files import base_item, reuse_files
@@ -22,9 +22,7 @@ from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import FileEntry
 from ckpt._format.step_files.item_file_names import check_file_path
-from ckpt._plan.item_reports import PlannedTree, merge_reports
-from ckpt._plan.multihost.per_process import own_path
-from ckpt._plan.multihost.tree_fingerprint import value_fingerprint
+from ckpt._plan.item_reports import PlannedTree
 from ckpt._plan.save_plan import SavePlan
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.flatten import describe
@@ -32,6 +30,9 @@ from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.leaf_specs import CheckpointLeaf
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import FileData
+
+if TYPE_CHECKING:
+    from ckpt._job.solo_save import ItemShare
 
 T = TypeVar("T")
 
@@ -61,13 +62,9 @@ class EngineItemWriter:
             per_process: True if every process of the job stores an item of its own.
         """
         self._session = session
-        group = session.processes.group
-        self.process = group.index
-        self.processes = group.count
-        self._per_process = per_process
-        self._group = None if session.processes.is_alone or per_process else group
-        # False if this process writes everything that it has of the item.
-        self._is_shared = self._group is not None and not session.processes.own_disks
+        self.process = session.processes.process
+        self.processes = session.processes.count
+        self._share: ItemShare = session.processes.item(item, per_process=per_process)
         self._call = call
         self._item = item
         self._parts = parts
@@ -107,7 +104,7 @@ class EngineItemWriter:
                 processes.budget_bytes,
                 formatted,
                 parts is None,
-                self._group,
+                self._share.division,
                 session.storage.traits.largest_file_bytes,
                 session.storage.traits.usual_file_bytes,
             )
@@ -132,22 +129,18 @@ class EngineItemWriter:
         if plan.formatted is not None:
             session.formatted.append(plan.formatted)
         write = ItemWrite(session, self._call, self._item, plan, known, expected, self._extensions)
-        # The index over the chunks of several writers is written when all have reported.
-        if parts is None and processes.is_alone:
-            write.start(write.write_index)
-        elif self._is_shared and processes.leads:
-            write.start(write.write_view)
-        await write.stage(leaves)
-        own = await self.in_thread(own_digests, plan, leaves) if self._is_shared else {}
         # These values outlive this call and must not keep the caller's arrays alive.
         values = [
             None if leaf_plan.spec.kind in ARRAY_KINDS else leaf
             for leaf_plan, leaf in zip(plan.save.leaves, leaves, strict=True)
         ]
-        written = WrittenTree(PlannedTree(structure.nodes, plan.save.leaves, values), plan, own)
+        written = WrittenTree(PlannedTree(structure.nodes, plan.save.leaves, values), plan)
+        if parts is None:
+            await self._share.stage(session, write, written, leaves)
+        else:
+            # The index over all parts is written when they have come.
+            await write.stage(leaves)
         self._staged = written, write
-        if self._group is not None:
-            session.trees[self._item] = written
         if parts is not None:
             parts.written[part] = written
 
@@ -184,12 +177,10 @@ class EngineItemWriter:
 
     async def write_file(self, path: str, data: FileData) -> None:
         """Write a file of the item; see `ItemWriter.write_file`."""
+        await self._share.write_file(path, partial(self._write_file, data))
+
+    async def _write_file(self, data: FileData, path: str) -> None:
         session = self._session
-        if self._is_shared and not session.processes.leads:
-            # All processes have the same file, and the primary writes it.
-            return
-        if self._per_process:
-            path = own_path(path, self.process, self.processes)
         try:
             name = f"{self._item}/{check_file_path(path)}"
         except ValueError as error:
@@ -242,19 +233,14 @@ class EngineItemWriter:
     def _filled(self, entry: ItemEntry) -> ItemEntry:
         assert self._staged is not None
         written, write = self._staged
-        tree, report = written.tree, write.report()
+        report = write.report()
         written.report = report
         if self._whole is not None:
             files = {path: self._session.files[f"{self._item}/{path}"] for path in report.files}
             self._session.saved[self._item] = saved_item(
                 self._whole, report, self._arrays, files, write.known
             )
-        if self._is_shared:
-            written.values = value_fingerprint(written.plan.save, tree.values, written.own)
-        if self._is_shared or self._parts is not None:
-            return entry
-        own_disks = self._group is not None
-        return entry_of(entry, tree, merge_reports(tree.leaves, [report], own_disks=own_disks))
+        return entry if self._parts is not None else self._share.filled(entry, written)
 
 
 def _with_key_data(leaves: Sequence[Any], keys: Iterable[int]) -> Sequence[Any]:

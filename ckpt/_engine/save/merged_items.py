@@ -7,16 +7,13 @@ item alone is its only writer.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckpt._engine.memory.staging import host_bytes
 from ckpt._engine.plan_cache import ItemPlan, new_data_file
-from ckpt._engine.save.multihost.save_report import SaveReport
-from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.item_reports import (
@@ -28,15 +25,12 @@ from ckpt._plan.item_reports import (
     merge_reports,
 )
 from ckpt._plan.merged_parts import TreeParts, merge_parts
-from ckpt._plan.multihost.process_reports import ProcessReport, disagreement
-from ckpt._plan.multihost.tree_fingerprint import TreeFingerprint, line_fingerprint
 from ckpt._plan.orbax_view import item_view
-from ckpt._tree.leaf_kinds import ARRAY_KINDS
-from ckpt.errors import CoordinationError, InvalidArgumentError, located
+from ckpt.errors import InvalidArgumentError
 
-# Largest array that is compared if every process has it for itself: on accelerators, larger arrays
-# would have to be copied to the hosts of all processes, though only the primary's are stored.
-_COMPARED_BYTES = 1 << 20
+if TYPE_CHECKING:
+    from ckpt._job.process_reports import TreeFingerprint
+
 # The only handler whose entries hold just the tree; entries of others cannot be merged.
 _TREES = "pytree"
 
@@ -47,24 +41,18 @@ class WrittenTree(Struct):
     Attributes:
         tree: The tree with the plan of its leaves.
         plan: The plan of this process.
-        own: Digests of the arrays that every process has for itself, by number of the leaf.
         report: Chunks that this process has written, once they are known.
+        own: Digests of the arrays that every process has for itself, by number of the leaf; none
+            with private disks, or for a process alone.
         values: Fingerprint of the values that every process has for itself and that must be the
-            same on all; None with private disks.
+            same on all; None with private disks, or for a process alone.
     """
 
     tree: PlannedTree
     plan: ItemPlan
-    own: Mapping[int, str]
     report: ItemReport | None = None
+    own: Mapping[int, str] = {}
     values: TreeFingerprint | None = None
-
-    def for_primary(self) -> ProcessReport:
-        """Return the report for the primary; the tree must have been written."""
-        assert self.report is not None
-        assert self.plan.fingerprint is not None
-        values = self.values or line_fingerprint([], 1)
-        return ProcessReport(self.report, self.plan.fingerprint, values)
 
 
 class ItemParts(Struct):
@@ -104,58 +92,6 @@ class ItemParts(Struct):
         )
         entry, files = merge_item(self.entry, tree, reports, created_ns)
         return entry, item_view(entry) | files
-
-
-def own_digests(plan: ItemPlan, leaves: Sequence[Any]) -> dict[int, str]:
-    """Return the digests of the small arrays that every process has for itself, by leaf."""
-    found = {}
-    for number in plan.save.own:
-        spec = plan.save.leaves[number].spec
-        if spec.kind in ARRAY_KINDS:
-            compared = spec.nbytes <= _COMPARED_BYTES
-            found[number] = digest(host_bytes(leaves[number]).data) if compared else ""
-    return found
-
-
-def check_alike(names: Collection[str], reports: Sequence[SaveReport]) -> None:
-    """Raise an error unless the processes have saved the same trees.
-
-    Raises:
-        CoordinationError: The trees differ; names the first leaf.
-    """
-    for name in names:
-        with located(item=name):
-            difference = disagreement([report.trees[name] for report in reports])
-            if difference is not None:
-                raise CoordinationError(difference)
-
-
-def merge_processes(
-    entries: Mapping[str, ItemEntry],
-    trees: Mapping[str, WrittenTree],
-    reports: Sequence[SaveReport],
-    created_ns: int,
-) -> tuple[dict[str, ItemEntry], dict[str, bytes]]:
-    """Return the entries of items over the chunks of all processes, and the files of these entries.
-
-    Args:
-        entries: The entries that the primary's handlers made.
-        trees: The primary's trees of the items that are divided among the processes.
-        reports: The report of every process, by its number.
-        created_ns: Unix time in nanoseconds.
-
-    Raises:
-        CoordinationError: The processes saved different trees; names the first leaf.
-    """
-    check_alike(trees, reports)
-    found = dict(entries)
-    files: dict[str, bytes] = {}
-    for name, written in trees.items():
-        with located(item=name):
-            own = [report.trees[name].written for report in reports]
-            found[name], made = merge_item(entries[name], written.tree, own, created_ns)
-            files |= {f"{name}/{path}": data for path, data in made.items()}
-    return found, files
 
 
 def merge_item(

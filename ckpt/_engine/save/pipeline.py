@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from msgspec import Struct
@@ -17,8 +17,6 @@ from ckpt._engine.plan_cache import PlanCache
 from ckpt._engine.save.item_writer import EngineItemWriter
 from ckpt._engine.save.lease_renewal import renew_lease
 from ckpt._engine.save.merged_items import ItemParts
-from ckpt._engine.save.multihost.multihost_save import JobSave
-from ckpt._engine.save.publication import publish
 from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest
 from ckpt._engine.save.session import SaveSession
 from ckpt._engine.save.time_limit import time_limit
@@ -30,6 +28,9 @@ from ckpt.errors import CorruptCheckpointError, located
 from ckpt.handlers._base import Handler, errors_of, is_per_process
 from ckpt.storage._base import Attempt, Storage
 from ckpt.storage._manifests import files_folder
+
+if TYPE_CHECKING:
+    from ckpt._job.solo_save import JobSave
 
 # A placeholder, so that the items keep the order in which they were given.
 _NO_ENTRY = ItemEntry(handler="")
@@ -53,8 +54,8 @@ async def save_step(
         request: Name of the step, and the data beside the items.
         hooks: Hooks of the commit, which report its progress.
         calls: The calls that bring the items; the step is published when they have ended.
-        processes: The processes of the job that save the same step together; the caller has entered
-            its operation.
+        processes: The part of this process in the save of its job; the caller has entered its
+            operation.
         may_write: Awaited before anything but the empty attempt is written.
 
     Returns:
@@ -122,7 +123,7 @@ async def save_step(
         session.free_all()
         if session.attempt is not None:
             with anyio.CancelScope(shield=True):
-                await storage.discard(session.attempt, joined=not processes.is_alone)
+                await processes.discard(storage, session.attempt)
 
 
 async def _begin(
@@ -199,7 +200,9 @@ async def _run(session: SaveSession, request: SaveRequest, calls: SaveCalls) -> 
     await anyio.lowlevel.checkpoint()
     hooks.stage("publishing")
     hooks.watch.note(written=hooks.watch.elapsed)
-    return await publish(session, request, entries)
+    # A process that cannot write to the attempt must not report, not even an empty report.
+    await session.opened()
+    return await session.processes.publish(session, request, entries)
 
 
 class _Pending(Struct, frozen=True, eq=False):

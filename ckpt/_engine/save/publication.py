@@ -1,20 +1,10 @@
-"""Publication: a save becomes visible, by one process for all, or by each on a private disk."""
+"""Publication: the attempt of a save gets the name of its step, and becomes visible."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import anyio
-
-from ckpt._engine.save.merged_items import check_alike
-from ckpt._engine.save.multihost.multihost_save import MultihostSave, SoloSave
-from ckpt._engine.save.multihost.part_file import part_file
-from ckpt._engine.save.multihost.save_report import same_items
 from ckpt._engine.save.save_request import SaveRequest, step_exists
 from ckpt._engine.save.session import SaveSession
-from ckpt._engine.save.step_manifest import merge_entries, own_entries, own_report, write_manifest
-from ckpt._format.manifest import ItemEntry, Manifest
-from ckpt._format.step_files.step_part import PART_FILE
+from ckpt._format.manifest import Manifest
 from ckpt._plan.unchanged.compared_leaves import how_items_differ
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CheckpointError, SaveSkippedError, StepExistsError
@@ -22,100 +12,23 @@ from ckpt.storage._base import Storage
 from ckpt.storage._manifests import read_manifest
 
 
-async def publish(
-    session: SaveSession,
-    request: SaveRequest,
-    entries: Mapping[str, ItemEntry],
-) -> Manifest:
-    """Write the manifest over items that are durable, and publish the step.
-
-    Returns:
-        The manifest; if another process has published, without its leaves and files.
-    """
-    # A process that cannot write to the attempt must not report, not even an empty report.
-    await session.opened()
-    processes = session.processes
-    if isinstance(processes, SoloSave):
-        return await _publish_alone(session, request, entries)
-    if processes.own_disks:
-        return await _publish_apart(processes, session, request, entries)
-    return await _publish_together(processes, session, request, entries)
-
-
-async def _publish_alone(
-    session: SaveSession,
-    request: SaveRequest,
-    entries: Mapping[str, ItemEntry],
-) -> Manifest:
-    with session.recorder.phase("record"), session.hooks.watch.taking("merged"):
-        entries = await merge_entries(session, entries, [own_report(session, entries)])
-        manifest = await write_manifest(session, request, entries)
-    with session.recorder.phase("publish"), anyio.CancelScope(shield=True):
-        await _give_name(session, request, manifest)
-    return manifest
-
-
-async def _publish_together(
-    processes: MultihostSave,
-    session: SaveSession,
-    request: SaveRequest,
-    entries: Mapping[str, ItemEntry],
-) -> Manifest:
-    """Report to the primary, which writes the manifest over all reports, and publishes."""
-    with session.recorder.phase("record"), session.hooks.watch.taking("merged"):
-        reports = await processes.report(own_report(session, entries))
-        if reports is not None:
-            async with processes.busy():
-                entries = await merge_entries(session, entries, reports)
-                manifest = await write_manifest(session, request, entries)
-            # From here on no other process can make the save fail.
-            await processes.decide()
-    with session.recorder.phase("publish"):
-        if reports is None:
-            return await processes.outcome()
-        with anyio.CancelScope(shield=True):
-            async with processes.busy():
-                await _give_name(session, request, manifest)
-            await processes.conclude(manifest)
-    return manifest
-
-
-async def _publish_apart(
-    processes: MultihostSave,
-    session: SaveSession,
-    request: SaveRequest,
-    entries: Mapping[str, ItemEntry],
-) -> Manifest:
-    """Write a manifest over the chunks of this process, and publish it when all are ready.
-
-    If one process fails to publish after others have, all get its error. The published parts do not
-    count as a step then, since not all processes have it.
-    """
-    with session.recorder.phase("record"), session.hooks.watch.taking("merged"):
-        async with processes.busy():
-            part = await run_in_thread(part_file, session, entries)
-            entries = own_entries(session, entries)
-            manifest = await write_manifest(session, request, entries, {PART_FILE: part})
-        reports = await processes.report(own_report(session, entries))
-        if reports is not None:
-            same_items(reports)
-            async with processes.busy():
-                await run_in_thread(check_alike, session.trees, reports)
-    with session.recorder.phase("publish"):
-        await processes.ready()
-        # Shielded until all have published: a step counts only if all processes have it.
-        with anyio.CancelScope(shield=True):
-            async with processes.busy():
-                await _give_name(session, request, manifest)
-            await processes.published()
-    return manifest
-
-
-async def _give_name(session: SaveSession, request: SaveRequest, manifest: Manifest) -> None:
+async def give_name(
+    session: SaveSession, request: SaveRequest, manifest: Manifest | None = None
+) -> None:
     """Publish the attempt; shielded by the callers.
 
     A cancellation after the store has published, and before we know of it, would remove a published
     step.
+
+    Args:
+        session: The save.
+        request: Its request.
+        manifest: The manifest, to compare it with that of a step that exists if the request says
+            so; None if parts of the step are elsewhere, so that it cannot be compared.
+
+    Raises:
+        SaveSkippedError: The step exists, and holds the same data.
+        StepExistsError: The step exists, and differs or was not compared.
     """
     attempt = await session.opened()
     with session.hooks.watch.taking("published"):
@@ -124,7 +37,7 @@ async def _give_name(session: SaveSession, request: SaveRequest, manifest: Manif
                 attempt, overwrite=request.replaces_any, files=session.sizes
             )
         except StepExistsError as error:
-            if request.if_exists != "equal" or session.processes.own_disks:
+            if request.if_exists != "equal" or manifest is None:
                 raise
             raise await _compared(session.storage, request, manifest) from error
     session.attempt = None

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 import anyio
 from anyio.abc import TaskGroup
@@ -19,7 +19,6 @@ from ckpt._engine.engine import Engine
 from ckpt._engine.memory.arena import Block
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._engine.save.merged_items import ItemParts, WrittenTree
-from ckpt._engine.save.multihost.multihost_save import JobSave
 from ckpt._engine.save.save_request import SaveCall
 from ckpt._events import EventRecorder
 from ckpt._format.digests import digest
@@ -27,6 +26,9 @@ from ckpt._format.manifest_head import FileEntry
 from ckpt._plan.format_rules import Formatted
 from ckpt._runtime.threads import run_in_thread
 from ckpt.storage._base import Attempt, Storage
+
+if TYPE_CHECKING:
+    from ckpt._job.solo_save import JobSave
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -71,7 +73,7 @@ class SaveSession(Struct):
         tasks: Task group of the save; all that its tasks write is durable when it has ended.
         extensions: What extensions note of the save, by their names.
         created_ns: Unix time in nanoseconds at which the save began.
-        processes: The other processes of the job that save the same step.
+        processes: The part of this process in the save of its job.
         save: Id of the attempt that the primary has begun, once `attempt_ready` is set.
         attempt_ready: Set when the attempt may be written to.
         attempt: The attempt; it may be written to once `attempt_ready` is set.

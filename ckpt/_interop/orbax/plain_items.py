@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ckpt._format.manifest import ItemEntry, JsonValue
+from ckpt._format.step_files.per_process import combine, own_path, owner_of, renamed
 from ckpt._interop.orbax.layout import OrbaxItem, Sizes
-from ckpt._plan.multihost.per_process import combine, own_path, owner_of, renamed
 from ckpt._runtime.tasks import for_each
 from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckpt.handlers._stateful import files_entry

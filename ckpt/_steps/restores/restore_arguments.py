@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from msgspec import Struct
 
@@ -13,7 +13,6 @@ from ckpt._arguments import invalid, one_of, shown, true_or_false, whole_number
 from ckpt._engine.engine import Engine
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import ItemTarget
-from ckpt._engine.restore.shared_reads import Broadcast
 from ckpt._engine.restore.step_files import OtherCopies
 from ckpt._engine.restore.virtual_files import files_of
 from ckpt._events import Observer
@@ -27,6 +26,9 @@ from ckpt._tree.leaf_specs import is_function
 from ckpt._tree.table import format_bytes
 from ckpt.errors import InvalidArgumentError, ItemDroppedError
 from ckpt.keep._health import Healthy, check_healthy
+
+if TYPE_CHECKING:
+    from ckpt._job.shared_reads import Broadcast
 
 # A smaller budget would need too many rounds of exchange.
 _LEAST_BROADCAST_BYTES = 1 << 20
@@ -276,18 +278,13 @@ def volume_text(context: RestoreContext, began: float) -> str:
     return f"{format_bytes(sum(context.moved))} in {time.perf_counter() - began:.2f} s"
 
 
-def check_broadcast(nbytes: object, *, own_disks: bool) -> None:
+def check_broadcast(nbytes: object) -> None:
     """Check the memory budget with which processes may exchange what they read.
 
     Raises:
-        InvalidArgumentError: The budget is no number of bytes, or the processes share no disk.
+        InvalidArgumentError: The budget is no number of bytes.
     """
     if nbytes is None:
         return
     hint = " (1 MiB), in bytes; or None for every process to read what it needs"
     whole_number("broadcast_bytes", nbytes, least=_LEAST_BROADCAST_BYTES, hint=hint)
-    if own_disks:
-        raise InvalidArgumentError(
-            "broadcast_bytes: with OwnDisks every process reads from its own disk, so that there "
-            "is nothing to share; leave it out"
-        )

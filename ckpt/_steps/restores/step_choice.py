@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -16,7 +16,6 @@ from ckpt._steps.index import IndexedStep, PassedOver, StepIndex
 from ckpt._steps.misplaced import say_misplaced
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.previous_steps import UnhealthyLeaves
-from ckpt._steps.processes import Processes
 from ckpt.errors import (
     CorruptCheckpointError,
     StepDeletedError,
@@ -26,6 +25,9 @@ from ckpt.errors import (
 from ckpt.keep._health import Healthy, why_not_healthy
 from ckpt.keep._questions import SavedStep
 from ckpt.storage._base import Storage
+
+if TYPE_CHECKING:
+    from ckpt._job.solo_job import Processes
 
 logger = logging.getLogger("ckpt")
 
@@ -141,13 +143,8 @@ class StepChoice:
         return None if chosen is None else check_step(chosen)
 
     async def left_behind(self) -> dict[int, PassedOver]:
-        """Return the steps that the run went back behind.
-
-        The disks of a job may differ about them; there, all steps count by their numbers.
-        """
-        if self._processes.steps is not self._index:
-            return {}
-        found = await self._index.left_behind()
+        """Return the steps that the run went back behind."""
+        found = await self._processes.steps.left_behind()
         why = "the run went back behind it"
         return {step: PassedOver(each.attempt, why, "abandoned") for step, each in found.items()}
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 import anyio.lowlevel
 
 from ckpt._commit import CommitHooks, StepInfo, step_info
 from ckpt._engine.engine import Engine
-from ckpt._engine.save.multihost.multihost_save import JobSave, MultihostSave, SoloSave
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest, do_nothing
 from ckpt._engine.save.time_limit import time_limit
@@ -17,27 +18,12 @@ from ckpt._format.manifest import Manifest
 from ckpt._redaction import redact
 from ckpt._steps.saves.overwrite import clear_target, with_plain_metrics
 from ckpt._tree.table import format_bytes
-from ckpt.coordination._peers import Peers
-from ckpt.errors import InvalidArgumentError
 from ckpt.storage._base import Storage
 
+if TYPE_CHECKING:
+    from ckpt._job.solo_save import JobSave
+
 logger = logging.getLogger("ckpt")
-
-
-def processes_of(peers: Peers | None, engine: Engine, step_dir: str) -> JobSave:
-    """Return the part that this process takes in a save.
-
-    Raises:
-        InvalidArgumentError: Every process has a disk of its own.
-    """
-    if peers is None:
-        return SoloSave(engine.arena.capacity)
-    if peers.own_disks:
-        raise InvalidArgumentError(
-            "processes with disks of their own (OwnDisks) can only save with a manager, which "
-            "keeps track of all disks: use CheckpointManager(coordinator=...)"
-        )
-    return MultihostSave(peers, f"save-{step_dir}", f"the save of {step_dir}")
 
 
 async def save_one_shot(
@@ -61,16 +47,19 @@ async def save_one_shot(
         async with processes.busy():
             with time_limit(request.timeout, hooks):
                 await admitted()
-                if processes.publishes:
-                    await storage.prepare()
-                    await storage.sweep()
-                    await clear_target(storage, request)
+                await processes.if_publishing(partial(_clear, storage, request))
                 request = await with_plain_metrics(request)
         snapshot = on_snapshot, on_staged, hooks.watch.began
         calls = SaveCalls(SaveCall(request.items, request.unnamed, *snapshot))
         return await save_step(
             engine, storage, request, hooks, calls, processes, may_write=may_write
         )
+
+
+async def _clear(storage: Storage, request: SaveRequest) -> None:
+    await storage.prepare()
+    await storage.sweep()
+    await clear_target(storage, request)
 
 
 def finished(

@@ -18,12 +18,11 @@ from ckpt._steps.index import PassedOver
 from ckpt._steps.pins import pins
 from ckpt._steps.removal.retention import is_ours, spare_foreign_files
 from ckpt._steps.unreadable import BEGUN, look_closely
-from ckpt.errors import InvalidArgumentError, SaveSkippedError, StepExistsError, StorageError
+from ckpt.errors import SaveSkippedError, StepExistsError, StorageError
 from ckpt.storage._base import Storage
 from ckpt.storage._local.attempts import MARKS
 
 if TYPE_CHECKING:
-    from ckpt._engine.save.multihost.multihost_save import JobSave
     from ckpt._steps.root import Root
     from ckpt._steps.saves.history import SaveHistory
 
@@ -50,7 +49,7 @@ async def with_plain_metrics(request: SaveRequest) -> SaveRequest:
 
 
 async def clear_name(
-    root: Root, request: SaveRequest, history: SaveHistory, processes: JobSave
+    root: Root, history: SaveHistory, request: SaveRequest
 ) -> tuple[SaveRequest, list[str], bool]:
     """Make way for a save in a root; called by the process that publishes the save.
 
@@ -63,7 +62,6 @@ async def clear_name(
         SaveSkippedError: As for `clear_target`.
     """
     others = await root.other_step_dirs(check_step(request.step))
-    request = await replacing_part(root.storage, request, processes)
     request = await root.branched(request, history.restored)
 
     async def is_restored(step_dir: str) -> bool:
@@ -207,34 +205,6 @@ async def _move_aside(storage: Storage, step: int, step_dir: str, why: PassedOve
             why.reason,
             kept,
         )
-
-
-async def replacing_part(storage: Storage, request: SaveRequest, processes: JobSave) -> SaveRequest:
-    """Return a request that replaces a step which not all disks have, and so is incomplete.
-
-    If the processes share a root, return the request itself.
-
-    Raises:
-        InvalidArgumentError: The request is to replace, and every process has its own disk.
-    """
-    # Imported here, since copies of steps need no jobs.
-    from ckpt._engine.save.multihost.multihost_save import MultihostSave
-    from ckpt.coordination._collectives import gathered
-
-    if not (isinstance(processes, MultihostSave) and processes.own_disks):
-        return request
-    if request.replaces_any:
-        raise InvalidArgumentError(
-            "if_exists='replace': where processes have disks of their own, not all can be replaced "
-            "at once, and a failure in between would lose the step. Delete it first",
-            step=request.step,
-        )
-    data = await storage.read(request.step_dir, FILE_NAME, MAX_BYTES)
-    summary = None if data is None else await run_in_thread(peek, data)
-    save = None if summary is None else summary.save
-    if set(await gathered(processes.operation, save, "replaced")) == {save}:
-        return request
-    return replace(request, if_exists="replace")
 
 
 async def remove_others(storage: Storage, others: Sequence[str]) -> None:

@@ -6,14 +6,13 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from msgspec.structs import replace
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, CommitHooks
-from ckpt._engine.save.multihost.multihost_save import SoloSave
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest
 from ckpt._events import EventRecorder
@@ -23,13 +22,17 @@ from ckpt._steps.saves.queue import SaveQueue
 from ckpt._steps.saves.save_arguments import make_request
 from ckpt.errors import CheckpointError, ClosedError, CommitCancelledError, InvalidArgumentError
 
+if TYPE_CHECKING:
+    from ckpt._job.solo_save import SoloSave
+
 
 class OpenSave:
     """One partial save, for both of its faces. Its methods may be called from any thread."""
 
-    def __init__(self, saves: SaveQueue, request: SaveRequest) -> None:
+    def __init__(self, saves: SaveQueue, request: SaveRequest, processes: SoloSave) -> None:
         """Make a save that has not begun; `saves` reports its error if no caller does."""
         self.request = request
+        self._processes = processes
         self.commit: Commit = Commit(request.step, self.cancel, saves.loop.check_caller)
         self.loop: EngineLoop = saves.loop
         # Done once parts may come; holds the error if they may not.
@@ -218,8 +221,7 @@ class OpenSave:
                 raise failure
             await root.open()
             engine = saves.engine
-            alone = SoloSave(engine.arena.capacity)
-            request, others, _ = await clear_name(root, request, saves.history, alone)
+            request, others, _ = await clear_name(root, saves.history, request)
             await root.begin()
             self.opened.set_result(None)
             manifest = await save_step(
@@ -228,7 +230,7 @@ class OpenSave:
                 await with_plain_metrics(request),
                 hooks,
                 self._calls,
-                alone,
+                self._processes,
             )
             await remove_others(root.storage, others)
         except BaseException as error:
@@ -243,7 +245,9 @@ class OpenSave:
             saves.closed(self.give_up)
         cleaned_up = anyio.Event()
         saves.cleaning_up.append(cleaned_up)
-        await saves.finish(cleaned_up, request, manifest, hooks, recorder, began_ns)
+        await saves.finish(
+            cleaned_up, request, manifest, hooks, recorder, began_ns, self._processes
+        )
 
     def _end_badly(self, error: BaseException, hooks: CommitHooks) -> None:
         if not isinstance(error, Exception):

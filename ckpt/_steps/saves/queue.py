@@ -26,7 +26,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import anyio
 from msgspec.structs import replace
@@ -34,7 +34,6 @@ from msgspec.structs import replace
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, CommitHooks, StepInfo, step_info
 from ckpt._engine.engine import Engine
-from ckpt._engine.save.multihost.multihost_save import JobSave
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest, step_exists
 from ckpt._engine.save.time_limit import time_limit
@@ -51,7 +50,10 @@ from ckpt._steps.saves.overwrite import clear_name, remove_others, with_plain_me
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.save_arguments import make_request
 from ckpt._tree.table import format_bytes
-from ckpt.errors import CheckpointError, CoordinationError, SaveSkippedError, StorageError
+from ckpt.errors import CheckpointError, SaveSkippedError, StorageError
+
+if TYPE_CHECKING:
+    from ckpt._job.solo_save import JobSave
 
 logger = logging.getLogger("ckpt")
 
@@ -277,10 +279,8 @@ class SaveQueue:
             if isinstance(error, CheckpointError):
                 error.locate(step=step)
             if run.stage is SaveStage.CALLED:
-                # The error belongs to an earlier save. If the primary has raised it, the same error
-                # may still be on its way to the earlier commit in this process.
-                told = isinstance(error, CheckpointError) and not processes.leads
-                if told and not isinstance(error, CoordinationError):
+                # The error belongs to an earlier save.
+                if processes.was_heard(error):
                     self.commits.excuse(hooks)
             elif isinstance(error, SaveSkippedError):
                 where = redact(self.root.storage.location)
@@ -294,9 +294,7 @@ class SaveQueue:
                 recorder.end(began_ns, "skipped", reason=refusal)
                 run.skip(str(refusal), request, self.commits)
                 return
-            elif isinstance(error, StorageError) and not processes.is_alone:
-                # The call may have returned in some processes: all of them get the error in their
-                # next call.
+            elif processes.is_raised_later(error):
                 run.let_return()
             recorder.end_badly(began_ns, error)
             run.fail(error, request, self.commits, self.newest)
@@ -314,10 +312,8 @@ class SaveQueue:
             recorder.end(began_ns, "skipped", reason=refusal)
             run.skip(refusal, request, self.commits)
             return
-        kept, cleans_up = run.kept_seconds, processes.publishes
-        await self.finish(
-            cleaned_up, request, manifest, hooks, recorder, began_ns, kept, cleans_up=cleans_up
-        )
+        kept = run.kept_seconds
+        await self.finish(cleaned_up, request, manifest, hooks, recorder, began_ns, processes, kept)
         run.enter(SaveStage.DONE)
         # The call may wait to hear whether an equal step was there, which has gone since.
         run.let_return()
@@ -359,8 +355,7 @@ class SaveQueue:
     ) -> tuple[SaveRequest, list[str]]:
         """Wait until there is room for a save, and make way for it in the root.
 
-        The call must wait for the end of the save if that decides whether the step is skipped. In a
-        job it does not, since the other processes do not know.
+        The call must wait for the end of the save if that decides whether the step is skipped.
 
         Returns:
             The request as it is to be saved, and the step directories that it replaces under other
@@ -368,7 +363,6 @@ class SaveQueue:
         """
         assert self._backlog is not None
         root, backlog = self.root, self._backlog
-        others: list[str] = []
         before, step = backlog.before(run), check_step(run.step)
         same = any(other.step_dir == request.step_dir for other in before)
         if same and request.if_exists == "skip":
@@ -386,9 +380,9 @@ class SaveQueue:
             ):
                 # The run goes back behind steps that are not committed yet, or repeats one.
                 await backlog.first(run)
-            if processes.publishes:
-                request, others, is_there = await clear_name(root, request, self.history, processes)
-                run.waits_for_end = is_there and processes.is_alone
+            clear = partial(clear_name, root, self.history)
+            cleared = await processes.cleared(root.storage, request, clear)
+            request, others, run.waits_for_end = cleared
             return await with_plain_metrics(request), others
 
     async def _until_first(self, run: SaveRun) -> None:
@@ -431,9 +425,8 @@ class SaveQueue:
         hooks: CommitHooks,
         recorder: EventRecorder,
         began_ns: int,
+        processes: JobSave,
         kept_seconds: float | None = None,
-        *,
-        cleans_up: bool = True,
     ) -> None:
         """Report a published step, then delete the steps that are no longer kept.
 
@@ -444,8 +437,8 @@ class SaveQueue:
             hooks: The commit of the save.
             recorder: Records the end of the save.
             began_ns: Start of the save, by `time.perf_counter_ns`.
+            processes: The part of this process in the save; who publishes does the deletions.
             kept_seconds: See `SaveRun`.
-            cleans_up: True if this process does the deletions.
         """
         try:
             self.commits.drop(hooks)
@@ -472,11 +465,14 @@ class SaveQueue:
                 hooks.watch.taken.blocked or 0.0,
                 kept,
             )
-            if cleans_up and await self.before_retention(check_step(request.step)):
-                await self.root.preserve(check_step(request.step))
+            await processes.if_publishing(partial(self._clean_up, check_step(request.step)))
         finally:
             self.cleaning_up.remove(cleaned_up)
             cleaned_up.set()
+
+    async def _clean_up(self, step: int) -> None:
+        if await self.before_retention(step):
+            await self.root.preserve(step)
 
     async def idle(self) -> None:
         """Wait until every save that was started has ended, and the deletions after it."""

@@ -20,8 +20,7 @@ from msgspec import Struct
 
 from ckpt._engine.memory.staging import shards_of
 from ckpt._format.regions import Region, Shape, addressable_regions, chunk_grid, position_in_grid
-from ckpt._plan.chunking import LeafPlan
-from ckpt._plan.ownership import holders_of
+from ckpt._plan.chunking import LeafPlan, holders_of
 from ckpt._settings import SignsPlace
 from ckpt._vitals.extension.kernels import (
     KERNEL_DTYPES,
@@ -67,7 +66,7 @@ class _Found(Struct, frozen=True, eq=False):
 
     Attributes:
         records: Records of the vital signs, by number of the chunk.
-        copies: Chunks of this process that others hold, too; see `ckpt._vitals.replicas`.
+        copies: Chunks of this process that others hold, too; see `ckpt._vitals.records`.
         unequal: Devices whose values differ from those of most devices with the same region.
     """
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import ckpt.sync
-from ckpt._engine.save.multihost.save_report import SaveReport, same_items
 from ckpt._format.manifest import ItemEntry
+from ckpt._job.reports import SaveReport, same_items
 from ckpt.coordination._jobs import SingleProcess
 from ckpt.errors import (
     CoordinationError,
@@ -379,7 +379,7 @@ def test_only_the_primary_lists_the_steps_and_reads_the_manifest(tmp_path: Path)
 def test_a_manifest_that_is_too_large_to_hand_on_is_read_by_each(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt._steps.processes._MOST_HANDED_BYTES", most)
+    monkeypatch.setattr("ckpt._job.processes._MOST_HANDED_BYTES", most)
     mgrs = managers(tmp_path, seconds=FAR)
     saved(mgrs, 7, *[{"step": 7}] * 2)
     seen = reads_of(mgrs[1])

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import ckpt
-from ckpt._engine.save.multihost.save_report import decode_report
 from ckpt._format.manifest import Manifest, decode
 from ckpt._format.step_files.step_part import PART_FILE, StepPart, decode_part
+from ckpt._job.reports import decode_report
 from ckpt.errors import InvalidArgumentError
 from tests.support.simulated_job import FAR, closed, managers, saved, steps, together
 

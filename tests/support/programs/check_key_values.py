@@ -8,10 +8,10 @@ import time
 
 import anyio
 
+from ckpt._job.agreement.operation import Operation
 from ckpt.coordination import _jax_service as jax_service
 from ckpt.coordination._jax_service import JaxDistributed
 from ckpt.coordination._jobs import default_coordinator
-from ckpt.coordination._operation import Operation
 from tests.support.real_jobs import tell
 from tests.unit.coordination.key_value_suite import check_key_values
 

@@ -28,9 +28,9 @@ from jax.sharding import PartitionSpec as P
 import ckpt
 import ckpt._steps.reader
 import ckpt.sync
-from ckpt.coordination._heartbeat import introduce
+from ckpt._job.agreement.heartbeat import introduce
+from ckpt._job.agreement.operation import Operation
 from ckpt.coordination._jobs import default_coordinator
-from ckpt.coordination._operation import Operation
 from ckpt.handlers._pytree import PyTreeHandler
 from ckpt.storage._local import storage as local_storage
 from ckpt.storage._local.storage import LocalStorage

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ckpt._plan.multihost.tree_fingerprint import tree_fingerprint
-from ckpt._plan.ownership import ProcessGroup
+from ckpt._job.division import Division, ProcessGroup
+from ckpt._job.process_reports import tree_fingerprint
 from ckpt._plan.save_plan import plan_save
 from ckpt._tree.leaf_specs import Classifier
 from ckpt.errors import UnsupportedLeafError
@@ -45,7 +45,8 @@ for name, leaf in zip(names, leaves, strict=True):
         refusals.append(str(error))
 classifier = Classifier(spanning=True)
 specs = [classifier.classify(*pair) for pair in zip(leaves, names, strict=True)]
-plan = plan_save(names, specs, 1 << 30, ProcessGroup(jax.process_index(), jax.process_count()))
+group = ProcessGroup(jax.process_index(), jax.process_count())
+plan = plan_save(names, specs, 1 << 30, Division(group))
 wrong = []
 for chunk in [chunk for batch in plan.batches for chunk in batch.chunks]:
     for part in chunk.parts:

@@ -16,9 +16,9 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from ckpt.coordination._heartbeat import introduce
+from ckpt._job.agreement.heartbeat import introduce
+from ckpt._job.agreement.operation import Operation
 from ckpt.coordination._jobs import default_coordinator
-from ckpt.coordination._operation import Operation
 from ckpt.errors import StorageError
 from tests.support.real_jobs import at, tell
 

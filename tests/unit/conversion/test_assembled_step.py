@@ -16,16 +16,16 @@ from msgspec.structs import replace
 from ckpt._conversion.assembly.assembled_step import AssembledStep, AssemblyTarget, assemble_step
 from ckpt._conversion.assembly.planned_tree import planned_tree
 from ckpt._engine.plan_cache import ItemPlan
-from ckpt._engine.save.merged_items import WrittenTree, entry_of, merge_processes
-from ckpt._engine.save.multihost.save_report import SaveReport, encode_report
+from ckpt._engine.save.merged_items import WrittenTree, entry_of
 from ckpt._format.digests import digest
 from ckpt._format.history import DroppedItem
 from ckpt._format.manifest import ItemEntry, Manifest, Node, decode, encode
 from ckpt._format.manifest_head import OWN_DISKS, FileEntry
+from ckpt._format.step_files.per_process import apart, combine
+from ckpt._job.process_reports import ProcessReport, value_fingerprint
+from ckpt._job.publication import merge_processes
+from ckpt._job.reports import SaveReport, encode_report
 from ckpt._plan.item_reports import ChunkNotes, ItemReport, PlannedTree, key_values, merge_reports
-from ckpt._plan.multihost.per_process import apart, combine
-from ckpt._plan.multihost.process_reports import ProcessReport
-from ckpt._plan.multihost.tree_fingerprint import value_fingerprint
 from ckpt._plan.orbax_view import item_view, step_view, text_view
 from ckpt._vitals.records import COPY, SIGNS, Array, no_signs
 from ckpt.errors import CheckpointError, CoordinationError, CorruptCheckpointError
@@ -110,7 +110,7 @@ class Parts:
             "notes": JSON,
             "reader": combine(self.own),
         }
-        whole = WrittenTree(self.tree, ItemPlan(self.written.plans[0]), {})
+        whole = WrittenTree(self.tree, ItemPlan(self.written.plans[0]))
         found, _ = merge_processes(entries, {"state": whole}, self.reports, CREATED)
         return found, {path: e for report in self.reports for path, e in report.files.items()}
 

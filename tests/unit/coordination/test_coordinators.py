@@ -14,13 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
+from ckpt._job.agreement.failures import unpack_error
+from ckpt._runtime import jax_internals
 from ckpt.coordination import _jax_service as jax_service
 from ckpt.coordination._base import Coordinator, KeyValues
-from ckpt.coordination._failures import unpack_error
-from ckpt.coordination._jax_service import JaxDistributed
-from ckpt.coordination._jobs import SingleProcess, default_coordinator
-from ckpt.coordination._long_values import PART_BYTES, join, split
-from ckpt.coordination._memory import MemoryKeyValues
+from ckpt.coordination._jax_service import PART_BYTES, JaxDistributed, join, split
+from ckpt.coordination._jobs import MemoryKeyValues, SingleProcess, default_coordinator
 from ckpt.errors import CheckpointError, CoordinationError, InvalidArgumentError
 from tests.unit.coordination.key_value_suite import check_key_values
 
@@ -57,7 +56,7 @@ def test_jax_that_is_not_initialized_is_an_error_that_says_so(
 def test_a_version_of_jax_that_lacks_something_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     client = SimpleNamespace(**dict.fromkeys(jax_service._CALLS[1:], None))
     state = SimpleNamespace(client=client, process_id=0, num_processes=2)
-    monkeypatch.setattr(jax_service, "_state", lambda: state)
+    monkeypatch.setattr(jax_internals, "distributed_state", lambda: state)
     with pytest.raises(CoordinationError, match=r"has no blocking_key_value_get_bytes") as caught:
         default_coordinator()
     assert jax.__version__ in str(caught.value)
@@ -100,7 +99,7 @@ def test_errors_of_the_service_are_ours(
     state = SimpleNamespace(
         client=Client(said), process_id=1, num_processes=2, coordinator_address="10.0.0.1:1234"
     )
-    monkeypatch.setattr(jax_service, "_state", lambda: state)
+    monkeypatch.setattr(jax_internals, "distributed_state", lambda: state)
     values = JaxDistributed().key_values()
 
     async def main() -> None:

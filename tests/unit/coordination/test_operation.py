@@ -12,9 +12,9 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from ckpt.coordination._heartbeat import introduce
-from ckpt.coordination._memory import MemoryKeyValues
-from ckpt.coordination._operation import Operation
+from ckpt._job.agreement.heartbeat import introduce
+from ckpt._job.agreement.operation import Operation
+from ckpt.coordination._jobs import MemoryKeyValues
 from ckpt.errors import (
     CheckpointError,
     CommitCancelledError,

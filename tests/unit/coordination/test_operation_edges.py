@@ -7,9 +7,9 @@ from typing import Any
 import anyio
 import pytest
 
-from ckpt.coordination._deadline import DeadlineKeyValues
-from ckpt.coordination._memory import MemoryKeyValues
-from ckpt.coordination._operation import Operation
+from ckpt._job.agreement.heartbeat import DeadlineKeyValues
+from ckpt._job.agreement.operation import Operation
+from ckpt.coordination._jobs import MemoryKeyValues
 from ckpt.errors import CheckpointError, CoordinationError, CoordinationTimeoutError, StorageError
 from tests.support.virtual_time import LIMIT, Silent, in_made_up_time
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
 import pytest
 
-from ckpt._engine.save.multihost.multihost_save import MultihostSave
 from ckpt._format.manifest import JsonValue
-from ckpt._steps.processes import SeparateRoots, SharedRoot
-from ckpt.coordination._collectives import gathered
-from ckpt.coordination._memory import MemoryKeyValues
-from ckpt.coordination._operation import Operation
-from ckpt.coordination._peers import Peers
+from ckpt._job.agreement.collectives import gathered
+from ckpt._job.agreement.operation import Operation
+from ckpt._job.agreement.peers import Peers
+from ckpt._job.multihost_save import MultihostSave
+from ckpt._job.processes import SeparateRoots, SharedRoot
+from ckpt.coordination._jobs import MemoryKeyValues
 from ckpt.errors import CoordinationError, CoordinationTimeoutError, StorageError
 from tests.support.virtual_time import LIMIT, Silent, in_made_up_time
 
@@ -90,8 +91,14 @@ def processes_of(peers: Peers) -> Any:
 
 def test_who_publishes_and_in_which_order_calls_count() -> None:
     shared, apart = (peers_of(MemoryKeyValues(), own_disks=own) for own in (False, True))
-    assert [processes_of(each).owns_root for each in shared] == [True, False]
-    assert [processes_of(each).owns_root for each in apart] == [True, True]
+    begun: list[str] = []
+
+    async def act(peers: Peers) -> None:
+        begun.append(f"{'own' if peers.own_disks else 'common'} {peers.index}")
+
+    for each in (*shared, *apart):
+        anyio.run(processes_of(each).begin, partial(act, each))
+    assert begun == ["common 0", "own 0", "own 1"]
     assert [MultihostSave(each, "s", "s").publishes for each in shared] == [True, False]
     assert [MultihostSave(each, "s", "s").publishes for each in apart] == [True, True]
     assert [shared[0].turn(kind) for kind in "abab"] == [0, 0, 1, 1]

@@ -10,8 +10,8 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from ckpt.coordination._memory import MemoryKeyValues
-from ckpt.coordination._peers import Peers
+from ckpt._job.agreement.peers import Peers
+from ckpt.coordination._jobs import MemoryKeyValues
 from ckpt.errors import CheckpointError, CoordinationTimeoutError
 
 COUNT, LIMIT = 3, 60.0

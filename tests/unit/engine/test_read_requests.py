@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from benchmarks.fake_devices import devices_of
 from ckpt._engine.restore.destinations import Destination
-from ckpt._engine.restore.shared_reads import Broadcast
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry
 from ckpt._format.regions import whole
+from ckpt._job.shared_reads import Broadcast
 from ckpt._plan.chunk_reads import chunks_elsewhere, plan_chunk_reads, plan_requests
 from ckpt._plan.slices.array_slices import ArraySlice
 from ckpt._plan.targets import ArrayRead, ArrayTarget

@@ -16,15 +16,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from msgspec.structs import replace
 
 from benchmarks.fake_devices import devices_of
-from ckpt._engine.restore import shared_reads as broadcast
-from ckpt._engine.restore.shared_reads import BlockReader, Broadcast, FileReader, SharedReads
+from ckpt._engine.restore.step_files import BlockReader
 from ckpt._events import EventRecorder
 from ckpt._format.leaf_table import LeafEntry
+from ckpt._job import shared_reads as broadcast
+from ckpt._job.agreement.peers import Peers
+from ckpt._job.read_groups import Grouping
+from ckpt._job.shared_reads import Broadcast, FileReader, SharedReads
 from ckpt._plan.chunk_reads import plan_chunk_reads, plan_requests
-from ckpt._plan.multihost.read_groups import Grouping
 from ckpt._plan.targets import ArrayRead, ArrayTarget
-from ckpt.coordination._memory import MemoryKeyValues
-from ckpt.coordination._peers import Peers
+from ckpt.coordination._jobs import MemoryKeyValues
 from ckpt.errors import (
     CheckpointError,
     CommitCancelledError,

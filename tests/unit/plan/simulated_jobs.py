@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from benchmarks.fake_devices import devices_of
 from ckpt._format.array_format import ArrayFormat
-from ckpt._plan.ownership import ProcessGroup
+from ckpt._job.division import Division, ProcessGroup
 from ckpt._plan.save_plan import SavePlan, plan_save
 from ckpt._plan.write_batches import Chunk
 from ckpt._tree.leaf_specs import LeafSpec
@@ -58,7 +58,7 @@ class Job:
 
     def plan(self, process: int, largest: int | None = None) -> SavePlan:
         group = ProcessGroup(process, self.count, self.mode)  # type: ignore[arg-type]
-        return plan_save(self.names, self.trees[process], self.budget, group, largest)
+        return plan_save(self.names, self.trees[process], self.budget, Division(group), largest)
 
     def plans(self, largest: int | None = None) -> list[SavePlan]:
         return [self.plan(process, largest) for process in range(self.count)]

@@ -18,8 +18,9 @@ from msgspec.structs import replace
 
 from benchmarks.fake_devices import devices_of
 from ckpt._format.zarr import choose_chunk
+from ckpt._job.division import Division, Ownership, Partitioner, ProcessGroup
 from ckpt._plan import save_plan
-from ckpt._plan.ownership import Ownership, Partitioner, ProcessGroup, holders_of
+from ckpt._plan.chunking import holders_of
 from ckpt._plan.save_plan import SavePlan, plan_rest, plan_save
 from ckpt._plan.write_batches import aligned, alignment_of, encoded_bound
 from ckpt._tree.leaf_specs import LeafSpec
@@ -195,8 +196,10 @@ def test_a_team_of_one_is_no_team(job: Job) -> None:
     tree = [spec for spec in job.trees[0] if spec.sharding is None and spec.same_as is None]
     names = [f"leaf{number}" for number in range(len(tree))]
     alone = plan_save(names, tree, job.budget)
-    assert plan_save(names, tree, job.budget, ProcessGroup(0, 1)) == alone
-    assert plan_save(names, tree, job.budget, ProcessGroup(0, 1, "local")) == alone
+    for mode in ("shared", "local"):
+        group = ProcessGroup(0, 1, mode)
+        team = plan_save(names, tree, job.budget, Division(group))
+        assert (team.leaves, team.batches) == (alone.leaves, alone.batches)
     assert (alone.group, alone.own) == (None, ())
 
 
@@ -328,7 +331,7 @@ def test_a_process_looks_at_its_own_share_only(process: int) -> None:
     specs = [LeafSpec("jax", "float32", (16_000 * 512, 2), cut)] * 20
     specs = [replace(spec, weak_type=bool(n % 2)) for n, spec in enumerate(specs)]
     names = [f"leaf{number}" for number in range(len(specs))]
-    plan = plan_save(names, specs, 1 << 30, ProcessGroup(process, 2000))
+    plan = plan_save(names, specs, 1 << 30, Division(ProcessGroup(process, 2000)))
     assert len(chunks_in(plan)) == 20 * 8
     assert len(plan.batches) == 1
     assert {chunk.number // 8 for chunk in chunks_in(plan)} == {process}
@@ -338,9 +341,11 @@ def test_more_chunks_than_a_manifest_holds_are_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(save_plan, "MOST_CHUNKS", 100)
     cut = NamedSharding(Mesh(devices_of(20, 4), ("x",)), Spec("x"))
     leaf = LeafSpec("jax", "float32", (80,), cut)
-    plan_save(["a"], [leaf], MIB, ProcessGroup(3, 20))
+    plan_save(["a"], [leaf], MIB, Division(ProcessGroup(3, 20)))
     with pytest.raises(InvalidArgumentError, match="160 chunks, of which 80 are") as caught:
-        plan_save(["a", "b"], [leaf, replace(leaf, weak_type=True)], MIB, ProcessGroup(3, 20))
+        plan_save(
+            ["a", "b"], [leaf, replace(leaf, weak_type=True)], MIB, Division(ProcessGroup(3, 20))
+        )
     assert caught.value.leaf == "a"
 
 
@@ -380,7 +385,7 @@ def test_a_shard_that_cannot_be_cut_is_refused() -> None:
     cut = NamedSharding(Mesh(devices_of(2, 1), ("x",)), Spec("x"))
     leaf = LeafSpec("jax", "float32", (2 * (2**31 - 1),), cut)
     with pytest.raises(InvalidArgumentError, match="4294967294 chunks, of which") as caught:
-        plan_save(["w"], [leaf], 1 << 30, ProcessGroup(0, 2))
+        plan_save(["w"], [leaf], 1 << 30, Division(ProcessGroup(0, 2)))
     assert caught.value.leaf == "w"
 
 
@@ -401,7 +406,9 @@ def test_the_mode_of_a_team_is_one_of_two() -> None:
 def test_an_array_on_a_process_that_does_not_save_is_refused() -> None:
     everywhere = NamedSharding(Mesh(devices_of(3, 1), ("x",)), Spec())
     with pytest.raises(InvalidArgumentError, match="process 2, and only 2 processes") as caught:
-        plan_save(["w"], [LeafSpec("jax", "float32", (4,), everywhere)], MIB, ProcessGroup(0, 2))
+        plan_save(
+            ["w"], [LeafSpec("jax", "float32", (4,), everywhere)], MIB, Division(ProcessGroup(0, 2))
+        )
     assert caught.value.leaf == "w"
 
 
@@ -409,16 +416,16 @@ def test_an_array_on_one_other_process_is_refused() -> None:
     there = NamedSharding(Mesh(devices_of(3, 1)[2:], ("x",)), Spec())
     leaf = LeafSpec("jax", "float32", (4,), there)
     with pytest.raises(UnsupportedLeafError, match="process 2 only") as caught:
-        plan_save(["w"], [leaf], MIB, ProcessGroup(0, 3))
+        plan_save(["w"], [leaf], MIB, Division(ProcessGroup(0, 3)))
     assert caught.value.leaf == "w"
     # Process 2 cannot tell it from one of its own, which the primary writes.
-    assert plan_save(["w"], [leaf], MIB, ProcessGroup(2, 3)).own == (0,)
+    assert plan_save(["w"], [leaf], MIB, Division(ProcessGroup(2, 3))).own == (0,)
 
 
 @pytest.mark.parametrize("largest", [0, -1, 4095])
 def test_a_file_has_room_for_something(largest: int) -> None:
     with pytest.raises(InvalidArgumentError, match=f"largest_file_bytes={largest}"):
-        plan_save([], [], MIB, None, largest)
+        plan_save([], [], MIB, largest_file_bytes=largest)
 
 
 def test_the_holders_of_an_element_are_found() -> None:

@@ -23,6 +23,13 @@ from ckpt._format.chunk_locations import region_of
 from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, Node
 from ckpt._format.ocdbt import DatabaseIndex, KeyValue
+from ckpt._job.process_reports import (
+    ProcessReport,
+    disagreement,
+    line_fingerprint,
+    tree_fingerprint,
+    value_fingerprint,
+)
 from ckpt._plan.chunking import METADATA_KEY
 from ckpt._plan.item_reports import (
     ItemReport,
@@ -33,12 +40,6 @@ from ckpt._plan.item_reports import (
     report_chunks,
 )
 from ckpt._plan.leaf_entries import check_leaves
-from ckpt._plan.multihost.process_reports import ProcessReport, disagreement
-from ckpt._plan.multihost.tree_fingerprint import (
-    line_fingerprint,
-    tree_fingerprint,
-    value_fingerprint,
-)
 from ckpt._plan.save_plan import SavePlan
 from ckpt._plan.write_batches import FileSpan
 from ckpt._tree.leaf_kinds import ARRAY_KINDS

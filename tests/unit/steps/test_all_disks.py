@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt._steps.removal.all_disks import health_data, join_health
+from ckpt._job.all_disks import health_data, join_health
 from ckpt.keep._health import health_of
 
 NAMES = ("mask", "w", "b")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import Struct, field
 
 from ckpt._format.manifest import ItemEntry, decode_item, encode_item
 from ckpt._format.manifest_head import FileEntry
-from ckpt._plan.multihost.process_reports import ProcessReport
-from ckpt.errors import CoordinationError
+from ckpt._job.process_reports import ProcessReport, disagreement
+from ckpt.errors import CoordinationError, located
 
 
 class SaveReport(Struct):
@@ -81,6 +81,19 @@ def same_items(reports: Sequence[SaveReport]) -> None:
                 f"process 0 saved the items {_list_handlers(first)}, and process {index} "
                 f"{_list_handlers(_handlers(report))}: all processes must save the same items"
             )
+
+
+def check_alike(names: Collection[str], reports: Sequence[SaveReport]) -> None:
+    """Raise an error unless the processes have saved the same trees.
+
+    Raises:
+        CoordinationError: The trees differ; names the first leaf.
+    """
+    for name in names:
+        with located(item=name):
+            difference = disagreement([report.trees[name] for report in reports])
+            if difference is not None:
+                raise CoordinationError(difference)
 
 
 def _handlers(report: SaveReport) -> Mapping[str, str]:

@@ -17,7 +17,7 @@ import msgspec
 
 from ckpt._format.digests import digest
 from ckpt._plan.chunk_reads import ByteRange
-from ckpt._plan.ownership import regions_by_process
+from ckpt._plan.chunking import regions_by_process
 from ckpt._plan.targets import ArrayRead
 
 Shape = tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The processes' side of a save: `SoloSave` for a process alone, `MultihostSave` for a job.
+"""The save of several processes, as one of them sees it; `SoloSave` has the same methods.
 
     primary      heed  refusal  begin(attempt)   write   report -> all   decide   publish   conclude
     the others   heed  refusal  begin(join)      write   report                             outcome
@@ -16,113 +16,54 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import anyio
 import numpy as np
-from msgspec import Struct
 from msgspec.structs import replace
 
-from ckpt._engine.save.multihost.save_report import SaveReport, decode_report, encode_report
+from ckpt._engine.save.save_request import SaveRequest
+from ckpt._engine.save.session import SaveSession
 from ckpt._format.leaf_table import LeafTable, has_notes
 from ckpt._format.manifest import ItemEntry, Manifest, decode, encode
-from ckpt._plan.ownership import ProcessGroup
+from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, peek
+from ckpt._job.agreement.collectives import gathered
+from ckpt._job.agreement.heartbeat import beating
+from ckpt._job.agreement.operation import Operation
+from ckpt._job.agreement.peers import Peers
+from ckpt._job.division import ProcessGroup
+from ckpt._job.item_shares import DiskItem, ProcessItem, SharedItem
+from ckpt._job.publication import publish_apart, publish_together
+from ckpt._job.reports import SaveReport, decode_report, encode_report
+from ckpt._job.solo_save import Ask, Begin, Clear, Cleared, Join, StartedSave, Take
 from ckpt._runtime.threads import run_in_thread
-from ckpt.coordination._collectives import gathered
-from ckpt.coordination._heartbeat import beating
-from ckpt.coordination._operation import Operation
-from ckpt.coordination._peers import Peers
 from ckpt.errors import (
     CheckpointError,
     CommitCancelledError,
     CoordinationError,
     CoordinationTimeoutError,
+    InvalidArgumentError,
+    StorageError,
     located,
 )
-from ckpt.storage._base import Attempt
+from ckpt.storage._base import Attempt, Storage
 
 logger = logging.getLogger("ckpt")
-
-# Returns the failure of an earlier save that is to be raised, or None; each failure only once.
-Take = Callable[[], BaseException | None]
-# Returns the reason to refuse a save, or None.
-Ask = Callable[[], Awaitable[str | None]]
-# Begin an attempt; join the attempt with the given id.
-Begin = Callable[[], Awaitable[Attempt]]
-Join = Callable[[str], Awaitable[Attempt]]
-
-
-class StartedSave(Struct, frozen=True):
-    """A save that has begun.
-
-    Attributes:
-        attempt: The attempt that this process writes to.
-        save: Id of the attempt that the primary has begun; the same on all processes.
-        created_ns: Start time of that attempt, in Unix nanoseconds.
-    """
-
-    attempt: Attempt
-    save: str
-    created_ns: int
-
-
-class SoloSave:
-    """The save of a process that has no others: it shares nothing and waits for no process.
-
-    Attributes:
-        group: This process as a group of one.
-        budget_bytes: The staging budget.
-        is_alone, leads, publishes, own_disks: As in `MultihostSave`.
-    """
-
-    is_alone = leads = publishes = True
-    own_disks = False
-    group: ProcessGroup = ProcessGroup(0, 1)
-
-    def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
-
-    def taking_part(self, *, may_refuse: bool = False) -> contextlib.nullcontext[None]:
-        return contextlib.nullcontext()
-
-    def busy(self) -> contextlib.nullcontext[None]:
-        return contextlib.nullcontext()
-
-    def advance(self, nbytes: int) -> None:
-        """Do nothing, since no process waits."""
-
-    async def heed(self, take: Take, *, in_doubt: bool) -> None:
-        """Raise the failure of an earlier save, if `take` returns one."""
-        failure = take()
-        if failure is not None:
-            raise failure
-
-    async def refusal(self, ask: Ask) -> str | None:
-        """Return the reason to refuse the save, or None."""
-        return await ask()
-
-    async def begin(self, begin: Begin, join: Join, created_ns: int) -> StartedSave:
-        attempt = await begin()
-        return StartedSave(attempt, attempt.id, created_ns)
-
-    async def settle(self, error: BaseException) -> BaseException:
-        return error
 
 
 class MultihostSave:
     """A save that several processes make together, as one of them sees it.
 
     Attributes:
+        process: Number of this process.
+        count: Number of processes.
         group: The processes and the number of this one.
-        is_alone: False.
         leads: True if this process decides for all.
         own_disks: True if every process has a root of its own.
         publishes: True if this process begins an attempt, and publishes it.
     """
-
-    is_alone = False
 
     def __init__(self, peers: Peers, kind: str, what: str, order: anyio.Lock | None = None) -> None:
         """Take the next turn of `kind`; nothing is sent to the others yet.
@@ -137,6 +78,8 @@ class MultihostSave:
         self.group: ProcessGroup = ProcessGroup(
             peers.index, peers.count, "local" if peers.own_disks else "shared"
         )
+        self.process: int = peers.index
+        self.count: int = peers.count
         self.leads: bool = peers.index == 0
         self.own_disks: bool = peers.own_disks
         self.publishes: bool = self.leads or peers.own_disks
@@ -308,6 +251,40 @@ class MultihostSave:
             return None
         return (await self._announcement()).get("refusal")
 
+    async def cleared(self, storage: Storage, request: SaveRequest, clear: Clear) -> Cleared:
+        """Make way for the save in its root, by `clear`, where this process publishes it.
+
+        The call does not wait for the end: the other processes do not know whether the save may be
+        skipped.
+        """
+        if not self.publishes:
+            return request, [], False
+        request, others, _ = await clear(await self._replacing_part(storage, request))
+        return request, others, False
+
+    async def _replacing_part(self, storage: Storage, request: SaveRequest) -> SaveRequest:
+        """Return a request that replaces a step which not all disks have, and so is incomplete.
+
+        If the processes share a root, return the request itself.
+
+        Raises:
+            InvalidArgumentError: The request is to replace, and every process has its own disk.
+        """
+        if not self.own_disks:
+            return request
+        if request.replaces_any:
+            raise InvalidArgumentError(
+                "if_exists='replace': where processes have disks of their own, not all can be "
+                "replaced at once, and a failure in between would lose the step. Delete it first",
+                step=request.step,
+            )
+        data = await storage.read(request.step_dir, FILE_NAME, MAX_BYTES)
+        summary = None if data is None else await run_in_thread(peek, data)
+        save = None if summary is None else summary.save
+        if set(await gathered(self.operation, save, "replaced")) == {save}:
+            return request
+        return replace(request, if_exists="replace")
+
     async def begin(self, begin: Begin, join: Join, created_ns: int) -> StartedSave:
         """Begin an attempt, or join the one that the primary has begun.
 
@@ -341,6 +318,47 @@ class MultihostSave:
             if self._announced is None:
                 self._announced = json.loads(await self.operation.lead(None))
         return self._announced
+
+    def item(self, name: str, *, per_process: bool) -> SharedItem | DiskItem | ProcessItem:
+        """Return the part that this process takes in one item."""
+        if per_process:
+            return ProcessItem(self.process, self.count)
+        return (DiskItem if self.own_disks else SharedItem)(name, self.group)
+
+    async def publish(
+        self, session: SaveSession, request: SaveRequest, entries: Mapping[str, ItemEntry]
+    ) -> Manifest:
+        """Write the manifest, and publish the step: the primary for all, or each its own.
+
+        Returns:
+            The manifest; if another process has published, without its leaves and files.
+        """
+        publish = publish_apart if self.own_disks else publish_together
+        return await publish(self, session, request, entries)
+
+    async def if_publishing(self, act: Callable[[], Awaitable[None]]) -> None:
+        """Call `act` if this process publishes the save."""
+        if self.publishes:
+            await act()
+
+    async def discard(self, storage: Storage, attempt: Attempt) -> None:
+        """Remove what this process has written of an attempt that is not published."""
+        await storage.discard(attempt, joined=True)
+
+    def was_heard(self, error: BaseException) -> bool:
+        """Return True if the primary has raised the error of an earlier save.
+
+        The same error may still be on its way to the earlier commit in this process.
+        """
+        is_told = isinstance(error, CheckpointError) and not isinstance(error, CoordinationError)
+        return is_told and not self.leads
+
+    def is_raised_later(self, error: BaseException) -> bool:
+        """Return True if all processes get the error of this save in their next call.
+
+        This call may have returned in some of them.
+        """
+        return isinstance(error, StorageError)
 
     async def report(self, own: SaveReport) -> list[SaveReport] | None:
         """Report to the primary the chunks of this process, or that it is ready to publish.
@@ -434,9 +452,6 @@ class MultihostSave:
                 error.add_note("the step may be there all the same: look for it after a restart")
             raise
         return decode(outcome, where="the outcome")
-
-
-JobSave = SoloSave | MultihostSave
 
 
 def _summary(manifest: Manifest) -> Manifest:

@@ -1,4 +1,4 @@
-"""Ownership of chunks: each has one owner, one of the processes that hold it. Pure.
+"""The division of a tree among processes: each chunk has one owner, one that holds it. Pure.
 
 Every process computes its own part from data that is the same on all processes, and looks only at
 shards that it holds. The processes that hold the same shards are a replica group. Each member knows
@@ -11,6 +11,7 @@ own, the other holders write it as well, as a copy.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -20,9 +21,23 @@ from msgspec import Struct, field
 
 from ckpt._arguments import invalid
 from ckpt._format.digests import digest
+from ckpt._format.dtypes import DTYPES
+from ckpt._format.manifest import Node
+from ckpt._format.regions import Region, Shape, chunk_grid, chunk_region, position_in_grid, whole
+from ckpt._job.process_reports import TreeFingerprint, tree_fingerprint
+from ckpt._plan.chunking import (
+    LeafPlan,
+    LeafPlanner,
+    held_places,
+    places_by_device,
+    shard_grid,
+    stored_bytes,
+    whole_leaf_chunks,
+)
+from ckpt._plan.save_plan import SavePlan
+from ckpt._plan.write_batches import Chunk, ChunkPart
+from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import InvalidArgumentError, UnsupportedLeafError
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +160,7 @@ class Ownership(Struct):
         if 0 in shape:
             return _EMPTY
         # Shards are even, so only the number of parts of every axis matters.
-        parts = _grid_of(sharding, shape)
+        parts = shard_grid(sharding, shape)
         by_identity = self._placements.get((id(sharding), parts))
         if by_identity is not None:
             return by_identity[1]
@@ -166,12 +181,12 @@ class Ownership(Struct):
         return known[1]
 
     def _find(self, sharding: jax.sharding.Sharding, parts: Shape) -> ArrayPlacement:
-        places = _places_by_device(sharding, parts)
+        places = places_by_device(sharding, parts)
         index = self.group.index
         own: dict[Shape, int] = {}
         for shard, place in enumerate(place for process, place in places if process == index):
             own.setdefault(place, shard)
-        held = _held(places)
+        held = held_places(places)
         holders = {
             place: {process for process, found in held.items() if place in found} for place in own
         }
@@ -257,40 +272,127 @@ def _own_part(group: ReplicaGroup, work: list[_LeafChunks]) -> list[tuple[int, r
     return found
 
 
-def regions_by_process(
-    sharding: jax.sharding.Sharding, shape: Shape
-) -> dict[int, frozenset[Shape]]:
-    """Return for every process the places in the shard grid that its devices hold."""
-    return {
-        process: frozenset(found)
-        for process, found in _held(_places_by_device(sharding, _grid_of(sharding, shape))).items()
-    }
+class Division:
+    """What one process of a group plans to save of one tree; the methods are those of `Undivided`.
+
+    Attributes:
+        group: The processes, and the number of this one.
+        count: Number of processes.
+        spans: True: arrays may be spread over the devices of several processes.
+        own: Numbers of the leaves that every process has for itself, once they are planned.
+    """
+
+    spans = True
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.count: int = group.count
+        self.own: list[int] = []
+        self._placements: dict[int, ArrayPlacement] = {}
+        self._partitioner = Partitioner()
+
+    def leaves(
+        self, names: Sequence[str], specs: Sequence[LeafSpec], planner: LeafPlanner
+    ) -> list[LeafPlan]:
+        """Return the plans of all leaves; note which processes hold each."""
+        ownership, leaves = Ownership(self.group), []
+        for number, (name, spec) in enumerate(zip(names, specs, strict=True)):
+            placement = ownership.placement(spec.sharding, spec.shape, name)
+            leaf = planner.plan(name, spec, placement)
+            leaves.append(leaf)
+            if placement is not None:
+                self._placements[number] = placement
+                if leaf.has_chunks:
+                    _add_leaf(self._partitioner, number, leaf, placement)
+            elif spec.same_as is None:
+                self.own.append(number)
+        return leaves
+
+    def chunks(self, leaves: Sequence[LeafPlan]) -> tuple[list[Chunk], list[Chunk]]:
+        """Return the chunks that this process owns, and copies of others that it writes, too."""
+        is_local, parts = self.group.mode == "local", self._partitioner.own()
+        others = self._partitioner.copies() if is_local else {}
+        found: list[Chunk] = []
+        copies: list[Chunk] = []
+        for number, leaf in enumerate(leaves):
+            placement = self._placements.get(number)
+            if not leaf.has_chunks:
+                continue
+            if placement is not None:
+                found.extend(_shared_chunks(number, leaf, placement, parts))
+                copies.extend(_shared_chunks(number, leaf, placement, others))
+            elif self.group.index == 0:
+                found.extend(whole_leaf_chunks(number, leaf, 0))
+            elif is_local:
+                copies.extend(whole_leaf_chunks(number, leaf, self.group.index))
+        return found, copies
+
+    def fingerprint(self, plan: SavePlan, nodes: Sequence[Node]) -> TreeFingerprint:
+        """Return the fingerprint of the tree, which the processes compare."""
+        return tree_fingerprint(plan, nodes)
 
 
-def holders_of(sharding: jax.sharding.Sharding, shape: Shape, offset: Shape) -> tuple[int, ...]:
-    """Return the processes that hold the element of an array at `offset`, for messages."""
-    parts = _grid_of(sharding, shape)
-    wanted = tuple(o * p // n for o, p, n in zip(offset, parts, shape, strict=True))
-    places = _places_by_device(sharding, parts)
-    return tuple(sorted({process for process, place in places if place == wanted}))
+def _add_leaf(
+    partitioner: Partitioner, number: int, leaf: LeafPlan, placement: ArrayPlacement
+) -> None:
+    """Add the chunks of a leaf to the work of this process's groups."""
+    stored = stored_bytes(leaf)
+    if leaf.packed:
+        if placement.whole_group is not None:
+            partitioner.add(placement.whole_group, number, 1, stored)
+        return
+    in_shard = math.prod(_chunks_of_shard(leaf))
+    for group, shards in placement.shards:
+        partitioner.add(group, number, in_shard * len(shards), stored)
 
 
-def _held(places: Iterable[tuple[int, Shape]]) -> dict[int, set[Shape]]:
-    held: dict[int, set[Shape]] = {}
-    for process, place in places:
-        held.setdefault(process, set()).add(place)
-    return held
+def _shared_chunks(
+    number: int,
+    leaf: LeafPlan,
+    placement: ArrayPlacement,
+    wanted: Mapping[tuple[int, ReplicaGroup], Sequence[int]],
+) -> Iterable[Chunk]:
+    """Yield this process's chunks of a leaf that it holds together with other processes.
+
+    Args:
+        number: Number of the leaf.
+        leaf: Its plan.
+        placement: Its placement on the processes.
+        wanted: The chunks to yield, by leaf and group; see `Partitioner`.
+    """
+    if leaf.packed:
+        if placement.whole_group is not None and wanted.get((number, placement.whole_group)):
+            yield from whole_leaf_chunks(number, leaf)
+        return
+    assert leaf.spec.sharding is not None
+    shape = leaf.spec.shape
+    shard_shape = leaf.spec.sharding.shard_shape(shape)
+    stored, itemsize = stored_bytes(leaf), DTYPES[leaf.spec.dtype or ""].itemsize
+    grid = _chunks_of_shard(leaf)
+    in_shard = math.prod(grid)
+    for group, shards in placement.shards:
+        for turn in wanted.get((number, group), ()):
+            shard = shards[turn // in_shard]
+            place = _place(shard.place, grid, turn % in_shard)
+            covered = chunk_region(place, leaf.chunk, shape)
+            corner = tuple(at * n for at, n in zip(shard.place, shard_shape, strict=True))
+            # No other shard has a part of this chunk.
+            source = covered.within(Region(corner, shard_shape))
+            part = ChunkPart(shard.shard, source, whole(covered.shape))
+            position = position_in_grid(place, leaf.grid)
+            nbytes = covered.size * itemsize
+            yield Chunk(number, position, (part,), place, covered, 0, nbytes, stored)
 
 
-def _grid_of(sharding: jax.sharding.Sharding, shape: Shape) -> Shape:
-    shard = sharding.shard_shape(shape)
-    return tuple(n // s if s else 1 for n, s in zip(shape, shard, strict=True))
+def _place(shard: Shape, grid: Shape, number: int) -> Shape:
+    """Return the place in the chunk grid of chunk `number` of a shard whose own grid is `grid`."""
+    place = []
+    for first, count in zip(reversed(shard), reversed(grid), strict=True):
+        number, index = divmod(number, count)
+        place.append(first * count + index)
+    return tuple(reversed(place))
 
 
-def _places_by_device(sharding: jax.sharding.Sharding, parts: Shape) -> list[tuple[int, Shape]]:
-    """Return for every device its process, and the place in the shard grid that it holds."""
-    devices: Mapping[jax.Device, tuple[slice, ...]] = sharding.devices_indices_map(parts)
-    return [
-        (device.process_index, tuple(part.start or 0 for part in index))
-        for device, index in devices.items()
-    ]
+def _chunks_of_shard(leaf: LeafPlan) -> Shape:
+    assert leaf.spec.sharding is not None
+    return chunk_grid(leaf.spec.sharding.shard_shape(leaf.spec.shape), leaf.chunk)

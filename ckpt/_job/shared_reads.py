@@ -20,13 +20,16 @@ import numpy as np
 from msgspec import Struct
 
 from ckpt._engine.memory.buffers import Buffers
-from ckpt._engine.restore.device_exchange import DeviceExchange
+from ckpt._engine.restore.step_files import BlockReader
 from ckpt._events import EventRecorder
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import JsonValue
-from ckpt._plan.chunk_reads import ReadRequest
-from ckpt._plan.multihost.read_groups import (
+from ckpt._job.agreement.collectives import gathered, together
+from ckpt._job.agreement.operation import Operation
+from ckpt._job.agreement.peers import Peers
+from ckpt._job.device_exchange import DeviceExchange
+from ckpt._job.read_groups import (
     BatchRead,
     Grouping,
     ReadBatch,
@@ -35,21 +38,17 @@ from ckpt._plan.multihost.read_groups import (
     groupings_of,
     shares_key,
 )
+from ckpt._plan.chunk_reads import ReadRequest
 from ckpt._plan.targets import ArrayRead
 from ckpt._plan.write_batches import BATCH_BYTES
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
-from ckpt.coordination._collectives import gathered, together
-from ckpt.coordination._operation import Operation
-from ckpt.coordination._peers import Peers
 from ckpt.errors import CoordinationError, CorruptCheckpointError
 
 Array = np.ndarray[Any, Any]
 # Fills memory with bytes of a file of the step, from an offset on.
 FileReader = Callable[[str, int, memoryview], Awaitable[None]]
-# The same, followed by a call of a function in a thread.
-BlockReader = Callable[[str, int, memoryview, Callable[[], None]], Awaitable[None]]
 
 # Largest copy that is done on the loop, since handing it to a thread takes as long.
 _SMALL_BYTES = 256 << 10
@@ -114,6 +113,12 @@ class Broadcast(Struct):
         for process, each in enumerate(every):
             if each is not None:
                 raise _different(self.peers.index, process, "it would share more of them")
+
+    def reads(
+        self, read_file: FileReader, buffers: Buffers, recorder: EventRecorder
+    ) -> SharedReads:
+        """Return the reads from the data files of one item."""
+        return SharedReads(self, read_file, buffers, recorder)
 
     def request_bytes(self, grouping: Grouping, concurrent: int) -> int:
         """Return the largest size of a coalesced request if `concurrent` are in progress."""

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ckpt._engine.memory.buffers import Buffers
-from ckpt._plan.multihost.read_groups import Grouping
+from ckpt._job.read_groups import Grouping
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CoordinationError, CoordinationTimeoutError

@@ -29,12 +29,12 @@ import anyio
 
 from ckpt._format.digests import digest
 from ckpt._format.manifest import JsonValue
+from ckpt._job.agreement.collectives import acted, together
+from ckpt._job.agreement.failures import unpack_error
+from ckpt._job.agreement.heartbeat import introduce
+from ckpt._job.agreement.operation import FAILED, Operation
 from ckpt.coordination._base import Coordinator
-from ckpt.coordination._collectives import acted, together
-from ckpt.coordination._failures import unpack_error
-from ckpt.coordination._heartbeat import introduce
 from ckpt.coordination._jobs import has_own_disks, name_of_disks
-from ckpt.coordination._operation import FAILED, Operation
 from ckpt.errors import CheckpointError, CoordinationError, CoordinationTimeoutError
 
 logger = logging.getLogger("ckpt")

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import anyio
 
-from ckpt.coordination._heartbeat import beating
-from ckpt.coordination._operation import Operation
+from ckpt._job.agreement.heartbeat import beating
+from ckpt._job.agreement.operation import Operation
 from ckpt.errors import located
 
 T = TypeVar("T")

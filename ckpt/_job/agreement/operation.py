@@ -25,10 +25,18 @@ import struct
 import anyio
 import anyio.lowlevel
 
+from ckpt._job.agreement.failures import pack_error, unpack_error
+from ckpt._job.agreement.heartbeat import (
+    DeadlineKeyValues,
+    Pulse,
+    Signs,
+    Stage,
+    hello,
+    missing_text,
+    silence,
+    who,
+)
 from ckpt.coordination._base import KeyValues
-from ckpt.coordination._deadline import DeadlineKeyValues
-from ckpt.coordination._failures import pack_error, unpack_error
-from ckpt.coordination._heartbeat import Pulse, Signs, Stage, hello, missing_text, silence, who
 from ckpt.errors import CheckpointError, CoordinationError, CoordinationTimeoutError, located
 
 _logger = logging.getLogger(__name__)

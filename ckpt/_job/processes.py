@@ -1,65 +1,60 @@
-"""The processes of one root: a single process, several that share it, or several with own disks.
-
-`OneProcess`, `SharedRoot` and `SeparateRoots` have the same methods, so that a manager does not ask
-for the number of processes. In a single process every method acts at once, without any exchange.
-
-                  one process   several, one root            several, a root each
-    open          here          on the primary               on each
-    steps         all           all                          those that every process has
-    decided       here          on the primary               on each, from what all have
-    judged        all           all                          those that every process has
-    restoring     finds         the primary finds            all find what they have in common
-    on_step       here          on the primary               on each, if all have the step
-    everywhere    here          on the primary               on each, all or none
-    delete        here          on the primary               on each that has the step
-    save          SoloSave      MultihostSave: one manifest  MultihostSave: a manifest each
-"""
+"""The processes of a job of several: what they do at one root. `solo_job` has a table of them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 import anyio
-from msgspec import Struct
 
-from ckpt._arguments import check_step
-from ckpt._engine.restore.shared_reads import Broadcast
-from ckpt._engine.save.multihost.multihost_save import JobSave, MultihostSave, SoloSave
+from ckpt._arguments import check_step, invalid
+from ckpt._engine.restore.step_files import Elsewhere
 from ckpt._events import Observer
 from ckpt._format.manifest import JsonValue, decode, encode
+from ckpt._job.agreement.collectives import gathered
+from ckpt._job.agreement.heartbeat import beating
+from ckpt._job.agreement.operation import Operation
+from ckpt._job.agreement.peers import Peers
+from ckpt._job.all_disks import CommonSteps, health_data, health_on_all, join_health
+from ckpt._job.multihost_save import MultihostSave
+from ckpt._job.shared_reads import Broadcast
+from ckpt._job.solo_job import (
+    Act,
+    Do,
+    FoundStep,
+    Judge,
+    Reasons,
+    See,
+    judgements,
+    restore_from_trash,
+)
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.loop import EngineLoop
 from ckpt._runtime.threads import run_in_thread
+from ckpt._settings import BacklogPolicy
 from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt._steps.opened import OpenedStep
-from ckpt._steps.removal.all_disks import CommonSteps, health_data, health_on_all, join_health
 from ckpt._steps.removal.deletion_plan import DeletionPlan, common_deletions, kept_items
 from ckpt._steps.removal.retention import Retention
 from ckpt._steps.removal.trash import StepTrash
 from ckpt._steps.restores.restore_arguments import check_broadcast
 from ckpt._steps.unreadable import shortened
-from ckpt.coordination._collectives import gathered
-from ckpt.coordination._heartbeat import beating
-from ckpt.coordination._operation import Operation
-from ckpt.coordination._peers import Peers
-from ckpt.errors import CheckpointError, CoordinationError, StepDeletedError, StepNotFoundError
+from ckpt.errors import (
+    CheckpointError,
+    CoordinationError,
+    InvalidArgumentError,
+    StepDeletedError,
+    StepNotFoundError,
+)
 from ckpt.keep._questions import SavedStep
 
 logger = logging.getLogger("ckpt")
-
-Act = Callable[[], Awaitable[JsonValue]]
-# By step, the reason against it; an empty text for no reason.
-Reasons = dict[int, str]
-# Reads the steps of a disk in the form that policies take.
-See = Callable[[Mapping[int, IndexedStep]], Awaitable[list[SavedStep]]]
-# Returns the reason against a step; an empty text for no reason.
-Judge = Callable[[SavedStep], str]
 
 # The most bytes of a manifest that the primary sends to all other processes, in sum. The service of
 # the job sends a MiB in 25 ms (docs/design/005): a large manifest is read faster from the storage,
@@ -67,80 +62,40 @@ Judge = Callable[[SavedStep], str]
 _MOST_HANDED_BYTES = 16 << 20
 
 
-class FoundStep(Struct, frozen=True):
-    """The step that all processes restore.
+class MultihostJob:
+    """The job of several processes.
 
     Attributes:
-        opened: The step, as this process has opened it.
-        broadcast: The exchange of read bytes; None if each process reads what it needs.
+        peers: The processes.
     """
 
-    opened: OpenedStep
-    broadcast: Broadcast | None = None
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
 
+    def at(self, index: StepIndex, backlog: BacklogPolicy) -> SharedRoot | SeparateRoots:
+        """Return the processes at the root of `index`.
 
-class OneProcess:
-    """A single process.
+        Raises:
+            InvalidArgumentError: Saves would be superseded, in each process another one.
+        """
+        if backlog == "supersede":
+            what = f"'wait' or 'skip', since the {self.peers.count} processes of this job might"
+            what += " differ in which save they give up"
+            raise invalid("backlog", backlog, what, of="Staging")
+        return (SeparateRoots if self.peers.own_disks else SharedRoot)(self.peers, index)
 
-    Attributes:
-        process: Number of this process in its job.
-        count: Number of processes.
-        owns_root: True if this process keeps a root tidy.
-        steps: The steps that count.
-        observers: Observers of the phases of a restore, beside the engine's.
-    """
+    def one_shot(self, step_dir: str) -> MultihostSave:
+        """Return the part that this process takes in a save without a manager.
 
-    process: int = 0
-    count: int = 1
-    owns_root = True
-    observers: tuple[Observer, ...] = ()
-
-    def __init__(self, index: StepIndex, budget_bytes: int) -> None:
-        """Use the root of `index`, with a staging budget of `budget_bytes`."""
-        self.steps = index
-        self._budget_bytes = budget_bytes
-
-    async def open(self, act: Callable[[], Awaitable[None]]) -> None:
-        await act()
-
-    async def decided(self, kind: str, what: str, act: Act) -> JsonValue:
-        return await act()
-
-    async def judged(self, see: See, judge: Judge) -> Reasons:
-        """Return the reasons of `judge` against the steps that `see` reads."""
-        return _judgements(await see(await self.steps.refresh()), judge)
-
-    @contextlib.asynccontextmanager
-    async def restoring(
-        self,
-        step: int | None,
-        opened: OpenedStep | None,
-        broadcast_bytes: int | None,
-        caller: CallingThread,
-    ) -> AsyncIterator[FoundStep]:
-        """Find `step`, or the latest one, for the body to restore; `opened` is the known step."""
-        check_broadcast(broadcast_bytes, own_disks=False)
-        yield FoundStep(opened or await self.steps.found(step))
-
-    async def on_primary(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
-        return await act()
-
-    on_step = on_primary
-    everywhere = on_primary
-    delete = on_primary
-
-    async def undelete(self, step: int, trash: StepTrash) -> None:
-        await _restore_from_trash(step, trash)
-
-    async def deletion_plan(self, saved: int, retention: Retention) -> None:
-        """Return None: the retention makes the plan itself."""
-
-    def save(self, kind: str, what: str) -> JobSave:
-        """Return the part that this process takes in a save."""
-        return SoloSave(self._budget_bytes)
-
-    def withdraw(self, loop: EngineLoop, kind: str, what: str, error: Exception) -> None:
-        """Do nothing: no process waits for a save that cannot begin."""
+        Raises:
+            InvalidArgumentError: Every process has a disk of its own.
+        """
+        if self.peers.own_disks:
+            raise InvalidArgumentError(
+                "processes with disks of their own (OwnDisks) can only save with a manager, which "
+                "keeps track of all disks: use CheckpointManager(coordinator=...)"
+            )
+        return MultihostSave(self.peers, f"save-{step_dir}", f"the save of {step_dir}")
 
 
 class _SeveralProcesses:
@@ -160,10 +115,26 @@ class _SeveralProcesses:
         """Return the result of `act` on the primary; see `Peers.on_primary`."""
         return await self.peers.on_primary(f"{kind}-{step}", what, act)
 
-    def save(self, kind: str, what: str) -> JobSave:
+    def save(self, kind: str, what: str) -> MultihostSave:
         """Return the part that this process takes in a save; the save takes its turn now."""
         self._order = self._order or anyio.Lock()
         return MultihostSave(self.peers, kind, what, self._order)
+
+    def save_in_parts(self, step: int) -> NoReturn:
+        """Refuse the save of a step over several calls.
+
+        Raises:
+            InvalidArgumentError: Always.
+        """
+        raise InvalidArgumentError(
+            "a save in parts is made by one process, and this job has "
+            f"{self.count}: save the whole step with save()",
+            step=step,
+        )
+
+    def found_here(self, steps: list[int]) -> list[int]:
+        """Return none: the processes must not act on what only one of them has seen."""
+        return []
 
     def withdraw(self, loop: EngineLoop, kind: str, what: str, error: Exception) -> None:
         """Tell the processes that may wait for a save that it cannot begin here; does not wait."""
@@ -186,12 +157,11 @@ class SharedRoot(_SeveralProcesses):
 
     def __init__(self, peers: Peers, index: StepIndex) -> None:
         super().__init__(peers, index)
-        self.owns_root: bool = peers.index == 0
         self.steps = index
 
-    async def open(self, act: Callable[[], Awaitable[None]]) -> None:
+    async def open(self, act: Do) -> None:
         """Open the root on the primary, which creates it and keeps it tidy."""
-        if self.owns_root:
+        if self.process == 0:
             try:
                 await act()
             except BaseException as error:
@@ -199,13 +169,20 @@ class SharedRoot(_SeveralProcesses):
                 await self.peers.cannot_open(error)
                 raise
 
+    async def begin(self, act: Do) -> None:
+        """Call `act` on the primary, without the others."""
+        if self.process == 0:
+            await act()
+
+    tidy = begin
+
     async def decided(self, kind: str, what: str, act: Act) -> JsonValue:
         """Return the decision of `act` on the primary, which sends it to all."""
         return await self.peers.on_primary(kind, what, act)
 
     async def judged(self, see: See, judge: Judge) -> Reasons:
         """Return the reasons of `judge` against the steps that `see` reads, equal on all."""
-        return _judgements(await see(await self._index.refresh()), judge)
+        return judgements(await see(await self._index.refresh()), judge)
 
     @contextlib.asynccontextmanager
     async def restoring(
@@ -214,19 +191,21 @@ class SharedRoot(_SeveralProcesses):
         opened: OpenedStep | None,
         broadcast_bytes: int | None,
         caller: CallingThread,
+        elsewhere: Elsewhere | None,
     ) -> AsyncIterator[FoundStep]:
         """Agree on the step that the primary finds; the body succeeds on all processes or none.
 
-        `opened` is the step if the primary has found it already.
+        `opened` is the step if the primary has found it already. Copies in other places are not
+        read: each process may have a different part of the step.
         """
         async with self.peers.all_of("restore", _restore_of(step)) as operation:
-            check_broadcast(broadcast_bytes, own_disks=False)
+            check_broadcast(broadcast_bytes)
             try:
                 found = await self._find_with_primary(step, opened, broadcast_bytes, operation)
                 broadcast = None
                 if broadcast_bytes is not None:
                     broadcast = Broadcast(self.peers, operation, broadcast_bytes, caller)
-                yield FoundStep(found, broadcast)
+                yield FoundStep(found, broadcast=broadcast)
             except StepDeletedError as error:
                 if self.process == 0:
                     raise
@@ -286,14 +265,19 @@ class SharedRoot(_SeveralProcesses):
         """Return the result of `act` on the primary; all processes see the same root."""
         return await self.on_primary(kind, step, what, act)
 
-    async def delete(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
-        """Return the result of `act` on the primary, which deletes for all."""
+    async def delete(self, kind: str, step: int, what: str, act: Act, idle: Do) -> JsonValue:
+        """Return the result of `act` on the primary, which deletes for all.
+
+        The others wait by `idle` first, which the primary does in `act`.
+        """
+        if self.process != 0:
+            await idle()
         return await self.on_primary(kind, step, what, act)
 
     async def undelete(self, step: int, trash: StepTrash) -> None:
 
         async def act() -> None:
-            await _restore_from_trash(step, trash)
+            await restore_from_trash(step, trash)
 
         await self.on_primary("undelete", step, f"undeleting step {step}", act)
 
@@ -304,8 +288,6 @@ class SharedRoot(_SeveralProcesses):
 class SeparateRoots(_SeveralProcesses):
     """Several processes with a root each. A step counts if all of them have it."""
 
-    owns_root = True
-
     def __init__(self, peers: Peers, index: StepIndex) -> None:
         super().__init__(peers, index)
         self._said_foreign = False
@@ -315,13 +297,24 @@ class SeparateRoots(_SeveralProcesses):
         """Itself: `refresh`, `latest` and `found` see the steps that all processes have."""
         return self
 
-    async def open(self, act: Callable[[], Awaitable[None]]) -> None:
+    async def open(self, act: Do) -> None:
         try:
             await act()
         except BaseException as error:
             # Otherwise the other processes would wait for this one.
             await self.peers.cannot_open(error)
             raise
+
+    async def begin(self, act: Do) -> None:
+        """Call `act`: each process writes the notes of its own root."""
+        await act()
+
+    async def tidy(self, act: Do) -> None:
+        """Do nothing: what goes is decided by all, after a save."""
+
+    async def left_behind(self) -> dict[int, IndexedStep]:
+        """Return none: the disks may differ about them, so all steps count by their numbers."""
+        return {}
 
     async def refresh(self) -> dict[int, IndexedStep]:
         """Return the steps that all processes have, ascending."""
@@ -339,7 +332,7 @@ class SeparateRoots(_SeveralProcesses):
         """
         async with self.peers.all_of("judge", "how healthy the steps are") as operation:
             common = await self._in_common(None, operation)
-            own = _judgements(await self._seen(see, common, operation), judge)
+            own = judgements(await self._seen(see, common, operation), judge)
             every = await gathered(operation, list(own.values()), "judged")
         return {
             step: next(filter(None, reasons), "")
@@ -371,13 +364,19 @@ class SeparateRoots(_SeveralProcesses):
         opened: OpenedStep | None,
         broadcast_bytes: int | None,
         caller: CallingThread,
+        elsewhere: Elsewhere | None,
     ) -> AsyncIterator[FoundStep]:
         """Find a step that all processes have; the body succeeds on all of them or none.
 
         They look again even if a step is `opened`: each process reads its own disk.
         """
         async with self.peers.all_of("restore", _restore_of(step)) as operation:
-            check_broadcast(broadcast_bytes, own_disks=True)
+            check_broadcast(broadcast_bytes)
+            if broadcast_bytes is not None:
+                raise InvalidArgumentError(
+                    "broadcast_bytes: with OwnDisks every process reads from its own disk, so that "
+                    "there is nothing to share; leave it out"
+                )
             yield FoundStep(await self._index.found(await self._common(step, operation)))
 
     async def on_step(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
@@ -394,7 +393,7 @@ class SeparateRoots(_SeveralProcesses):
         """Call `act` for the root of every process; all succeed or none."""
         return await self.peers.all_or_none(f"{kind}-{step}", what, lambda _: act())
 
-    async def delete(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
+    async def delete(self, kind: str, step: int, what: str, act: Act, idle: Do) -> JsonValue:
         """Delete a step from all disks that have it.
 
         Raises:
@@ -512,21 +511,6 @@ class SeparateRoots(_SeveralProcesses):
             f"have in common: {listed}",
             step=asked,
         )
-
-
-Processes = OneProcess | SharedRoot | SeparateRoots
-
-
-def _judgements(steps: Sequence[SavedStep], judge: Judge) -> Reasons:
-    return {each.step: judge(each) for each in steps}
-
-
-async def _restore_from_trash(step: int, trash: StepTrash) -> None:
-    """Take back the save of this step that was deleted last."""
-    found = await trash.saves_of(step)
-    if not found:
-        raise await trash.missing(step)
-    await trash.undelete(step, found[-1])
 
 
 def _restore_of(step: int | None) -> str:

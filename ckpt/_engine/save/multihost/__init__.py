@@ -1,1 +1,0 @@
-"""Saves of several processes: their agreement, and their reports of what each has written."""

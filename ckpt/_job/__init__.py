@@ -1,0 +1,1 @@
+"""Jobs: one process, or several that agree. Nothing outside asks which."""
