@@ -191,11 +191,6 @@ class Manifest(Struct, frozen=True):
     dropped: list[DroppedItem] = []
 
     @property
-    def save_id(self) -> str:
-        """An id that a step shares with its copies, and with no other save of its number."""
-        return self.save or str(self.created_ns)
-
-    @property
     def sizes(self) -> dict[str, int]:
         """The size in bytes of every file but the manifest, by path in the step directory."""
         return sizes_in(self.folder, self.files)

@@ -97,11 +97,6 @@ class IndexedStep(Struct, frozen=True):
     def is_foreign(self) -> bool:
         return bool(self.library)
 
-    @property
-    def save_id(self) -> str:
-        """See `Manifest`."""
-        return self.save or str(self.created_ns)
-
 
 class PassedOver(Struct, frozen=True):
     """A step that a restore has passed over, though its manifest is whole.

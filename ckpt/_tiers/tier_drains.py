@@ -18,6 +18,7 @@ from pathlib import Path
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, StepInfo, arrived, stays
 from ckpt._events import EventRecorder, Outcome
+from ckpt._format.manifest_head import save_id
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.service import RootService
@@ -107,7 +108,7 @@ class TierDrains:
         found = {step: each for step, each in new.items() if step not in gone}
         steps = await service.root.retention.saved_steps(found)
         return [
-            (each.step, await self._is_wanted(leg, each), found[each.step].save_id)
+            (each.step, await self._is_wanted(leg, each), save_id(found[each.step]))
             for each in steps
         ]
 
@@ -164,7 +165,7 @@ class TierDrains:
                 # The step was deleted meanwhile.
                 return None
             (saved,) = await service.root.retention.saved_steps({number: found})
-            return await self._is_wanted(leg, saved), found.save_id
+            return await self._is_wanted(leg, saved), save_id(found)
 
         what = f"deciding where step {number} is copied to"
         decided = await service.root.processes.on_primary(f"drain-{leg}", number, what, decide)

@@ -16,6 +16,7 @@ from ckpt._conversion.copies.selection import Selection, nothing_selected, selec
 from ckpt._conversion.copies.step_copy import CopyProgress, StepCopier, others_in
 from ckpt._conversion.copies.step_location import StepLocation, copied_meanwhile, presence_of
 from ckpt._format.manifest import Manifest
+from ckpt._format.manifest_head import save_id
 from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import PinLease, hold, pin, pins, refuse_pinned
 from ckpt._steps.root_metadata import read_root_metadata, write_root_metadata
@@ -76,7 +77,7 @@ class CopiedStep(Struct, frozen=True):
         left_out: Its unselected parts, for people.
         is_reshaped: True if containers have become dicts, since they lost some of their children.
         reason: Reason why it was not copied, or None.
-        save: Its `Manifest.save_id`; empty if it could not be read.
+        save: Its `save_id`; empty if it could not be read.
     """
 
     step: int | None
@@ -293,7 +294,7 @@ async def copy_step(
     where, save = target.location, ""
     try:
         async with _held(source, step) as manifest:
-            save = manifest.save_id
+            save = save_id(manifest)
             selection = selected(manifest, rules.select)
             if selection is None:
                 return CopiedStep(step, where, "unselected", reason="nothing of it is selected")

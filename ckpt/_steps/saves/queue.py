@@ -39,6 +39,7 @@ from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest, ste
 from ckpt._engine.save.time_limit import time_limit
 from ckpt._events import EventRecorder
 from ckpt._format.manifest import Manifest
+from ckpt._format.manifest_head import save_id
 from ckpt._redaction import redact
 from ckpt._runtime.loop import EngineLoop, Job
 from ckpt._settings import IfExists, Timeouts
@@ -447,7 +448,7 @@ class SaveQueue:
             # Set before the commit is done: a deletion that its caller starts must know the step.
             self.root.retention.newest = manifest.step
             self.history.committed(manifest)
-            self.on_committed(info, manifest.save_id, hooks.commit)
+            self.on_committed(info, save_id(manifest), hooks.commit)
             # Observers first: once the commit is done, the line is written and the bar is gone.
             recorder.end(began_ns, "ok", nbytes=info.nbytes)
             hooks.finish(info, in_root=not self.has_next_tier)

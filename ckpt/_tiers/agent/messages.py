@@ -116,7 +116,7 @@ class StepAtTier(Struct, frozen=True, tag="step"):
         step_dir: Its directory.
         is_wanted: True if it is to be copied on in any case; otherwise it is copied on only if it
             is the newest step at the end.
-        save: Its `Manifest.save_id`; empty if unknown.
+        save: Its `save_id`; empty if unknown.
     """
 
     leg: int
@@ -299,7 +299,7 @@ class TransferResult(Struct, frozen=True, tag="moved"):
         nbytes: Copied bytes.
         seconds: Duration.
         problem: Reason why it was not copied; empty if it was.
-        save: `Manifest.save_id` of what was to be copied; empty if it is unknown.
+        save: `save_id` of what was to be copied; empty if it is unknown.
     """
 
     leg: int

@@ -18,6 +18,7 @@ from ckpt._conversion.copies.step_copy import Pace, StepCopier, at_once
 from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._conversion.copies.steps import CopyRules, copy_pins, copy_step
 from ckpt._events import Event
+from ckpt._format.manifest_head import save_id
 from ckpt._steps.index import StepIndex
 from ckpt.errors import StepNotFoundError
 from ckpt.step_names import Standard, StepNames
@@ -39,7 +40,7 @@ class DrainResult(Struct, frozen=True):
         nbytes: Copied bytes, without those that an earlier drain had copied.
         seconds: Duration of the copy.
         reason: Reason why it was not copied, or None.
-        save: `Manifest.save_id` of what was to be copied: the step may have been saved anew since.
+        save: `save_id` of what was to be copied: the step may have been saved anew since.
             Empty if it is unknown.
     """
 
@@ -136,7 +137,7 @@ async def missing(
             for step, found in has.items()
             if not found.is_foreign
             and (wanted is None or step in wanted)
-            and (step not in there or there[step].save_id != found.save_id)
+            and (step not in there or save_id(there[step]) != save_id(found))
         ),
         reverse=True,
     )
