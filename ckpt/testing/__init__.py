@@ -4,8 +4,6 @@ The library itself does not import them.
 
 - `ckpt.testing.conformance`: suites that check, on real checkpoints, that your own handler or store
   keeps the promises that the library relies on.
-- `ckpt.testing.faults`: file operations of this process that fail, are cut short, or wait, and a
-  record of them.
 - `ckpt.testing.clock`: another clock for managers.
 - `ckpt.testing.compare`: exact comparison of a restored tree with the saved one.
 - `ckpt.testing.coordination`: the key-value store that the processes of a simulated job share.

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.testing.faults import SYNCS, FileOperation
 from tests.reliability.crash_states import look, power_cuts, recorded, states_of
 from tests.reliability.scenarios import record, scenarios, template
 from tests.support.crash_states import read_tree
 from tests.support.disk_model import DiskModel, Tree
+from tests.support.faults import SYNCS, FileOperation
 from tests.support.traced_disk import Disk
 
 

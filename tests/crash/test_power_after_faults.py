@@ -21,9 +21,9 @@ from ckpt._settings import Timeouts
 from ckpt.storage._local import posix
 from ckpt.storage._local import sweep as sweeping
 from ckpt.storage._local.storage import LocalStorage
-from ckpt.testing.faults import Effect, Fail, FaultyFiles, FileOperation
 from tests.support.crash_states import crash_states, read_tree
 from tests.support.disk_model import Tree
+from tests.support.faults import Effect, Fail, FaultyFiles, FileOperation
 
 
 def state(number: int) -> dict[str, Any]:

@@ -85,8 +85,8 @@ def _python() -> Iterator[Feature]:
 
 
 _TESTING = (
-    *("ckpt.testing.compare", "ckpt.testing.conformance", "ckpt.testing.coordination"),
-    *("ckpt.testing.faults", "ckpt.testing.strategies"),
+    *("ckpt.testing.compare", "ckpt.testing.conformance"),
+    *("ckpt.testing.coordination", "ckpt.testing.strategies"),
 )
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import ckpt
 from ckpt.errors import CommitCancelledError
-from ckpt.testing.faults import SYNCS, WRITES, Effect, FaultyFiles, FileOperation, Wait
 from tests.reliability.faults import copied, watched
 from tests.reliability.scenarios import (
     HANDLERS,
@@ -28,6 +27,7 @@ from tests.reliability.scenarios import (
     template,
 )
 from tests.reliability.tally import Tally
+from tests.support.faults import SYNCS, WRITES, Effect, FaultyFiles, FileOperation, Wait
 
 __all__ = ["cancelled_calls", "cancelled_commits"]
 

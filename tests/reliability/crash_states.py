@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from ckpt.errors import CheckpointError
-from ckpt.testing.faults import FaultyFiles, FileOperation
 from tests.reliability.scenarios import (
     NEXT,
     Scenario,
@@ -25,6 +24,7 @@ from tests.reliability.scenarios import (
 )
 from tests.reliability.tally import Tally
 from tests.support.crash_states import CrashState, crash_states, read_tree
+from tests.support.faults import FaultyFiles, FileOperation
 
 __all__ = ["POWER_CUTS", "power_cuts", "recorded", "states_of"]
 

@@ -18,18 +18,6 @@ from typing import Any
 
 import ckpt
 from ckpt.errors import CheckpointError, StorageError
-from ckpt.testing.faults import (
-    SYNCS,
-    Crash,
-    Effect,
-    Fail,
-    FaultyFiles,
-    FileOperation,
-    Plan,
-    Predicate,
-    at,
-    refused_by,
-)
 from tests.reliability.scenarios import (
     NEXT,
     SCENARIOS,
@@ -44,6 +32,18 @@ from tests.reliability.scenarios import (
     template,
 )
 from tests.reliability.tally import Tally
+from tests.support.faults import (
+    SYNCS,
+    Crash,
+    Effect,
+    Fail,
+    FaultyFiles,
+    FileOperation,
+    Plan,
+    Predicate,
+    at,
+    refused_by,
+)
 
 __all__ = [
     "copied",

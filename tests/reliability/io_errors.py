@@ -15,7 +15,10 @@ import numpy as np
 import ckpt
 import ckpt.sync
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
-from ckpt.testing.faults import (
+from tests.reliability.faults import copied, watched
+from tests.reliability.scenarios import SAVE, contents, manager, same, save, scenarios, template
+from tests.reliability.tally import Tally
+from tests.support.faults import (
     WRITES,
     Effect,
     Fail,
@@ -29,9 +32,6 @@ from ckpt.testing.faults import (
     refused_by,
     since,
 )
-from tests.reliability.faults import copied, watched
-from tests.reliability.scenarios import SAVE, contents, manager, same, save, scenarios, template
-from tests.reliability.tally import Tally
 
 __all__ = ["failing_leaves", "failing_reads", "short_writes", "slow_operations"]
 

@@ -27,9 +27,9 @@ import ckpt.sync
 from ckpt._settings import IfTaken
 from ckpt.errors import CheckpointError, CommitCancelledError, StepExistsError, StepNotFoundError
 from ckpt.testing.compare import differences
-from ckpt.testing.faults import Crash, FaultyFiles, at
 from tests.reliability.kills import attempts
 from tests.reliability.tally import Tally
+from tests.support.faults import Crash, FaultyFiles, at
 from tests.support.odd_items import Odd, OddHandler
 
 __all__ = ["machine"]

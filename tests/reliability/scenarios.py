@@ -22,7 +22,7 @@ from ckpt._format.manifest import decode
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt.handlers._json import JsonHandler
 from ckpt.testing.compare import differences
-from ckpt.testing.faults import FaultyFiles, FileOperation, Plan
+from tests.support.faults import FaultyFiles, FileOperation, Plan
 
 __all__ = [
     "HANDLERS",

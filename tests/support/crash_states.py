@@ -27,8 +27,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.testing.faults import FileOperation
 from tests.support.disk_model import NEVER, DataEffect, DiskModel, Effect, NameEffect, Tree
+from tests.support.faults import FileOperation
 
 __all__ = ["CrashState", "crash_states", "read_tree", "write_tree"]
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.testing.faults import SYNCS, WRITES, FileOperation
+from tests.support.faults import SYNCS, WRITES, FileOperation
 
 __all__ = ["NEVER", "DataEffect", "DiskModel", "Effect", "NameEffect", "Tree"]
 

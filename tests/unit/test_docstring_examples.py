@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import contextlib
 import errno
 import importlib
 import inspect
@@ -266,11 +265,6 @@ def tools() -> dict[str, Any]:
     return found | {"errno": errno, "itertools": itertools, "pytest": pytest}
 
 
-def save_and_check(root: str) -> None:
-    with contextlib.suppress(ckpt.CheckpointError):
-        ckpt.sync.save(root, init_state())
-
-
 @pytest.mark.timeout(LIMIT_SECONDS)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_runs(name: str, space: dict[str, Any]) -> None:
@@ -280,12 +274,7 @@ def test_every_example_runs(name: str, space: dict[str, Any]) -> None:
         with ckpt.sync.CheckpointManager(space["root"]) as mgr:
             mgr.save(1000, space["state"])
     if name.startswith(TOOLS):
-        space |= tools() | {"tmp_path": Path.cwd(), "save_and_check": save_and_check}
-    if name.startswith(f"{TOOLS}.faults"):
-        # Files fail below the whole folder, so no manager may be saving there.
-        space["root"] = Path("checked")
-        exec(code, space)
-        return
+        space |= tools() | {"tmp_path": Path.cwd()}
     if code.co_flags & inspect.CO_COROUTINE:
         asyncio.run(asyncio.wait_for(run_awaiting(code, space), LIMIT_SECONDS))
         return

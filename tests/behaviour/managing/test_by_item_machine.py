@@ -17,8 +17,8 @@ import ckpt
 import ckpt.sync
 from ckpt import errors
 from ckpt.keep._by_item import text_of
-from ckpt.testing.faults import FaultyFiles
 from tests.reliability.scenarios import leftovers
+from tests.support.faults import FaultyFiles
 from tests.support.trees import assert_same
 from tests.unit.policies import reference_policies as model
 from tests.unit.policies.test_by_item import rule_of

@@ -28,7 +28,8 @@ from ckpt._engine.save.item_removal import delete_items
 from ckpt._format.manifest import Manifest, decode
 from ckpt._format.manifest_head import FILE_NAME, FileEntry
 from ckpt.storage import open_root
-from ckpt.testing.faults import (
+from tests.reliability.scenarios import age, leftovers
+from tests.support.faults import (
     Crash,
     Fail,
     FaultyFiles,
@@ -39,7 +40,6 @@ from ckpt.testing.faults import (
     named,
     refused_by,
 )
-from tests.reliability.scenarios import age, leftovers
 from tests.support.trees import assert_same
 
 PATIENCE_S = 120

@@ -16,8 +16,8 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt.testing.faults import FaultyFiles
 from tests.reliability.scenarios import leftovers
+from tests.support.faults import FaultyFiles
 from tests.support.trees import assert_same
 
 LATEST = ckpt.keep.Any(ckpt.keep.Latest(2), ckpt.keep.EverySteps(200))

@@ -20,7 +20,7 @@ import ckpt.sync
 from ckpt import errors
 from ckpt.storage._local import attempts, posix
 from ckpt.testing.clock import set_clock
-from ckpt.testing.faults import Effect, Fail, FaultyFiles, FileOperation
+from tests.support.faults import Effect, Fail, FaultyFiles, FileOperation
 
 Deletion = ckpt.keep.Deletion
 

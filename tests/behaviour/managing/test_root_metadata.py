@@ -24,7 +24,7 @@ from ckpt._settings import Timeouts
 from ckpt._steps.root_metadata import read_root_metadata, write_root_metadata
 from ckpt.storage import Local
 from ckpt.storage._local.storage import LocalStorage
-from ckpt.testing.faults import Effect, Fail, FaultyFiles, FileOperation
+from tests.support.faults import Effect, Fail, FaultyFiles, FileOperation
 
 
 def names(root: Path) -> list[str]:

@@ -26,7 +26,6 @@ import ckpt.sync
 from ckpt import errors
 from ckpt._format.manifest import decode
 from ckpt._format.manifest_head import FILE_NAME
-from ckpt.testing.faults import FaultyFiles
 from tests.behaviour.saving.partial_saves import (
     BACKENDS,
     PATIENCE_S,
@@ -39,6 +38,7 @@ from tests.behaviour.saving.partial_saves import (
     plain,
 )
 from tests.reliability.scenarios import leftovers
+from tests.support.faults import FaultyFiles
 from tests.support.trees import assert_same, sharded, structure
 
 

@@ -23,7 +23,6 @@ import ckpt
 import ckpt.sync
 from ckpt import errors
 from ckpt._api.partial import PartialSave
-from ckpt.testing.faults import Fail, FaultyFiles, named
 from tests.behaviour.saving.partial_saves import (
     BACKENDS,
     PATIENCE_S,
@@ -36,6 +35,7 @@ from tests.behaviour.saving.partial_saves import (
 )
 from tests.reliability import faults
 from tests.reliability.scenarios import Scenario, items_of
+from tests.support.faults import Fail, FaultyFiles, named
 
 
 def named_items(items: dict[str, Any]) -> Callable[[Any], None]:

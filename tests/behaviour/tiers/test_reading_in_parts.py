@@ -22,9 +22,9 @@ from ckpt._format.manifest_head import FILE_NAME
 from ckpt.errors import CorruptCheckpointError
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.testing.compare import differences
-from ckpt.testing.faults import Fail, FaultyFiles, every, named
 from ckpt.tiers import SharedMemory, Tier
 from tests.support.damage import Cut, Damage, Delete, FlipBit
+from tests.support.faults import Fail, FaultyFiles, every, named
 from tests.support.numbered_states import state_of
 from tests.support.snapshots import PATIENCE_S, shared_memory
 

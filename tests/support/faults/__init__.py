@@ -4,7 +4,7 @@
 and `first_of` make plans; `Fail`, `Short`, `Wait` and `Crash` are their effects.
 
 ```python
-from ckpt.testing.faults import Fail, FaultyFiles, at
+from tests.support.faults import Fail, FaultyFiles, at
 
 with FaultyFiles(tmp_path, at(7, Fail(errno.ENOSPC))) as files:
     with pytest.raises(ckpt.errors.StorageError):
@@ -26,8 +26,8 @@ for number in itertools.count(1):
 
 from __future__ import annotations
 
-from ckpt.testing.faults.files import FaultyFiles
-from ckpt.testing.faults.plans import (
+from tests.support.faults.files import FaultyFiles
+from tests.support.faults.plans import (
     CHANGES,
     SYNCS,
     WRITES,

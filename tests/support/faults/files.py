@@ -10,8 +10,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TypeVar
 
-from ckpt.testing.faults.interception import intercepted, path_of
-from ckpt.testing.faults.plans import SYNCS, Crash, Effect, Fail, FileOperation, Plan, Short, Wait
+from tests.support.faults.interception import intercepted, path_of
+from tests.support.faults.plans import SYNCS, Crash, Effect, Fail, FileOperation, Plan, Short, Wait
 
 __all__ = ["FaultyFiles"]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt.storage._local import posix
-from ckpt.testing.faults.plans import FileOperation
+from tests.support.faults.plans import FileOperation
 
 __all__ = ["intercepted", "path_of"]
 

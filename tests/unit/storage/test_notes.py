@@ -23,8 +23,8 @@ from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, StorageErr
 from ckpt.storage._local import posix
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._local.sweep import sweep_root
-from ckpt.testing.faults import Crash, Fail, FaultyFiles, at, every, named
 from tests.support.crash_states import crash_states, read_tree
+from tests.support.faults import Crash, Fail, FaultyFiles, at, every, named
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt.errors import StorageError
-from ckpt.testing.faults import Fail, FaultyFiles, every
+from tests.support.faults import Fail, FaultyFiles, every
 
 STATE = {"n": 1}
 

@@ -16,7 +16,7 @@ from ckpt._settings import Timeouts
 from ckpt.errors import StorageError
 from ckpt.storage._local import posix
 from ckpt.storage._local.storage import LocalStorage
-from ckpt.testing.faults import Effect, Fail, FaultyFiles, FileOperation
+from tests.support.faults import Effect, Fail, FaultyFiles, FileOperation
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ import ckpt
 import ckpt.sync
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt.errors import StorageError
-from ckpt.testing.faults import Effect, FaultyFiles, FileOperation
+from tests.support.faults import Effect, FaultyFiles, FileOperation
 from tests.support.simulated_job import closed, managers, saved
 
 STATE = {"w": np.arange(100_000.0), "b": np.arange(3)}

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ckpt.storage._local import posix
-from ckpt.testing.faults import Fail, FaultyFiles, FileOperation, at
 from tests.support.crash_states import CrashState, crash_states, read_tree, write_tree
 from tests.support.disk_model import Tree
+from tests.support.faults import Fail, FaultyFiles, FileOperation, at
 
 Act = Callable[[Path], object]
 

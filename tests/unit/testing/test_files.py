@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ckpt.storage._local import posix
-from ckpt.testing.faults import (
+from tests.support.faults import (
     SYNCS,
     Crash,
     Effect,

@@ -18,7 +18,6 @@ from ckpt import errors
 from ckpt._runtime.loop import call_once
 from ckpt._tiers.drains.drain import missing
 from ckpt.storage._resolve import open_root
-from ckpt.testing.faults import Fail, FaultyFiles, at
 from tests.support.drained_roots import (
     assert_whole,
     attempts,
@@ -28,6 +27,7 @@ from tests.support.drained_roots import (
     made,
     sizes_below,
 )
+from tests.support.faults import Fail, FaultyFiles, at
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from ckpt._tiers.drains import drainer as drainer_module
 from ckpt._tiers.drains.drain import DrainResult
 from ckpt._tiers.drains.drainer import Drainer, DrainRoute, WholeStepTransfer, draining
 from ckpt.storage._resolve import open_root
-from ckpt.testing.faults import Fail, FaultyFiles, FileOperation
 from tests.support.drained_roots import assert_whole, attempts, cut, made, saved_at, sizes_below
+from tests.support.faults import Fail, FaultyFiles, FileOperation
 
 PATIENCE_S = 120
 

@@ -28,8 +28,8 @@ from ckpt._tiers.joins.note_formats import PARTS, STATES
 from ckpt._tiers.joins.part_transfer import part_transfer
 from ckpt.storage._manifests import read_manifest
 from ckpt.storage._resolve import open_root
-from ckpt.testing.faults import Fail, FaultyFiles, FileOperation
 from tests.support.drained_roots import attempts
+from tests.support.faults import Fail, FaultyFiles, FileOperation
 from tests.support.joined_roots import (
     Agents,
     assert_joined,
