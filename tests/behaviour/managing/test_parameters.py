@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import ckpt
 import ckpt.sync
@@ -162,9 +164,12 @@ def test_a_save_that_takes_too_long(tmp_path: Path) -> None:
         waits: tuple[Callable[..., object], ...] = (
             *(commit.result, commit.exception, commit.in_root.result),
         )
+        opening = threading.Timer(5.0, gate.open)
+        opening.start()
         for wait in waits:
             with pytest.raises(ckpt.errors.CommitTimeoutError):
                 wait(timeout=0.01)
+        opening.cancel()
         gate.open()
         assert commit.exception(timeout=60) is None
 
@@ -228,6 +233,8 @@ def test_what_is_watched(mgr: ckpt.sync.CheckpointManager, root: Path) -> None:
     assert [info.step for info in mgr.watch(only_latest=True, until=3, **options)] == [3]
     assert [info.step for info in mgr.watch(until=9, timeout=0.01, min_interval=0.0)] == [1, 2, 3]
     for pin, pinned in ((True, [1]), (False, [])):
+        with mgr.watch(pin=pin, until=1) as steps:
+            assert [list(mgr.pins()) for _ in steps] == [pinned]
         seen = []
         with ckpt.sync.watch(root, pin=pin, until=1, timeouts=ckpt.Timeouts(lease=30)) as steps:
             for _ in steps:
@@ -245,6 +252,11 @@ def test_what_is_converted(root: Path, tmp_path: Path) -> None:
     manifest = ckpt.manifest.decode((path / "ckpt.json").read_bytes(), where="here")
     assert [leaf.codec for leaf in manifest.items["default"].leaves] == [None, "blosc"]
     assert ckpt.Blosc().name == "blosc"
+    named = ckpt.exports.Safetensors(names=lambda leaf: f"model.{leaf}")
+    ckpt.sync.convert(root / "2", tmp_path / "named", format=named, at="params")
+    assert list(safetensors.numpy.load_file(tmp_path / "named")) == ["model.w"]
+    ckpt.sync.convert(root / "2", tmp_path / "z", format=ckpt.exports.Zarr(), at="params")
+    assert (tmp_path / "z" / "w" / "zarr.json").is_file()
     target = tmp_path / "w.safetensors"
     done = ckpt.sync.convert(root / "2", target, format="safetensors", at="params")
     assert (done.format, done.arrays, done.nbytes) == ("safetensors", 1, W.nbytes)

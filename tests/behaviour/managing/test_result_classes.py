@@ -93,6 +93,9 @@ def test_of_awaited_calls(tmp_path: Path) -> None:
             await ckpt.adopt(tmp_path / "w.safetensors", tmp_path / "adopted")
             loaded = await ckpt.load(root / "2", like=loaded)
             assert np.array_equal(loaded["w"], W)
+            watched = mgr.watch()
+            await watched.aclose()
+            assert [info async for info in watched] == []
             assert await ckpt.verify(tmp_path / "adopted")
             array = await ckpt.open_array(tmp_path / "alone", "w")
             assert (array.shape, array.dtype, array.nbytes) == ((4, 4), np.float32, W.nbytes)

@@ -85,10 +85,12 @@ def test_of_a_manager(tmp_path: Path) -> None:
         assert "5" in (refused.skipped or "")
         mgr.save(10, {"w": W}).result()
         commit = mgr.save(20, items={"gate": gate})
-        assert (mgr.is_saving_in_progress(), mgr.steps_in_progress()) == (True, [20])
-        assert not commit.done()
-        assert commit.cancel()
-        gate.open()
+        try:
+            assert (mgr.is_saving_in_progress(), mgr.steps_in_progress()) == (True, [20])
+            assert not commit.done()
+            assert commit.cancel()
+        finally:
+            gate.open()
         assert isinstance(commit.exception(60), ckpt.errors.CommitCancelledError)
         mgr.wait_until_finished()
         assert commit.stage == "failed"

@@ -72,6 +72,7 @@ def test_of_a_step(step: Path) -> None:
     assert found.sizes == stored(step)
     assert {name: each.size for name, each in found.files.items()} == stored(step)
     assert all(len(bytes.fromhex(each.digest)) == 16 for each in found.files.values())
+    assert {type(each) for each in found.files.values()} == {ckpt.manifest.FileEntry}
     assert not any(each.shared for each in found.files.values())
     assert found.statistics.keys() == {"blocked", "waited", "staged", "written"}
     assert ckpt.manifest.encode(found) == data

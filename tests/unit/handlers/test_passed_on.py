@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import numpy as np
@@ -102,6 +102,11 @@ def test_of_a_built_in_one(name: str, tmp_path: Path) -> None:
     assert handler.calls == ["stage", "load"]
 
 
+def test_what_each_takes_is_chosen_by_itself() -> None:
+    assert ckpt.handlers.BytesHandler().accepts(b"x")
+    assert not ckpt.handlers.BytesHandler().accepts(["x"])
+
+
 def test_each_process_has_a_state_of_its_own() -> None:
     assert RandomStateHandler().per_process
     assert StatefulHandler().per_process
@@ -163,6 +168,17 @@ def test_of_ones_own(tmp_path: Path) -> None:
     assert du >= w.nbytes
 
 
+def test_a_mean_of_ones_own(tmp_path: Path) -> None:
+    handlers = {"log": Logbook()}
+    weights = {}
+    for number in (1, 3):
+        log = {"text": f"day {number}", "w": np.full((4, 4), number, np.float32)}
+        ckpt.sync.save(tmp_path / f"{number}", items={"log": log}, handlers=handlers)
+        weights[tmp_path / f"{number}"] = number / 4
+    found = ckpt.sync.merge(weights, handlers=handlers)["log"]
+    assert found["text"] == "day 3"
+
+
 def test_what_is_deferred_begins_when_it_is_awaited_or_is_dropped() -> None:
     calls: list[str] = []
 
@@ -198,3 +214,12 @@ def test_of_leaf_types_and_classes(tmp_path: Path) -> None:
     assert (handler.packs(Money(1)), handler.packs(1)) == (True, False)
     ckpt.sync.save(tmp_path / "x", {"a": Money(5)}, handlers=[handler])
     assert ckpt.sync.load(tmp_path / "x", handlers=[handler]) == {"a": Money(5)}
+
+    class Local(NamedTuple):
+        a: int
+
+    ckpt.sync.save(tmp_path / "y", {"point": Local(3)})
+    found = ckpt.sync.load(tmp_path / "y", handlers=[PyTreeHandler(classes=[Local])])
+    assert type(found["point"]) is Local
+    # It is not found by its name.
+    assert type(ckpt.sync.load(tmp_path / "y")["point"]) is ckpt.types.UnknownNode
