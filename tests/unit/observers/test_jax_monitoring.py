@@ -67,6 +67,44 @@ def test_a_save_is_told_once_whatever_its_size(heard: Heard) -> None:
     assert all(JAX[name].kind == kind for kind, name, _ in heard)
 
 
+PHASES = {
+    "save": (
+        *("blocked", "wait", "plan", "snapshot", "stage", "encode", "digest", "write"),
+        *("record", "publish", "preserve", "preempted"),
+    ),
+    "restore": ("plan", "read", "fetch", "exchange", "place"),
+    "verify": ("plan", "read", "digest"),
+    "delete": (),
+    "drain": (),
+}
+BYTES = {
+    "save": {"write": "written_bytes"},
+    "restore": {"read": "read_bytes", "fetch": "fetched_bytes"},
+    "verify": {"read": "read_bytes"},
+}
+
+
+def test_every_name_is_told_with_its_value(heard: Heard) -> None:
+    observer = JaxMonitoring("/test-ckpt")
+    expected: dict[str, object] = {}
+    for operation, phases in PHASES.items():
+        moved = BYTES.get(operation, {})
+        for took, phase in enumerate(phases, 1):
+            observer(event(phase, 0, took, operation=operation, nbytes=100 + took))
+            expected[f"{operation}/{phase}_seconds"] = pytest.approx(took * 1e-6)
+            if phase in moved:
+                expected[f"{operation}/{moved[phase]}"] = 100 + took
+        observer(end(0, 50, operation=operation, nbytes=7))
+        expected |= {f"{operation}/ok": 0, f"{operation}/seconds": pytest.approx(50e-6)}
+        if phases:
+            expected[f"{operation}/bytes"] = 7
+        for outcome in ("failed", "skipped", "cancelled"):
+            observer(end(0, 50, outcome, operation=operation))
+            expected[f"{operation}/{outcome}"] = 0
+    assert {name: value for _, name, value in heard} == expected
+    assert len(heard) == len(expected)
+
+
 def test_what_was_not_done_is_counted_and_not_measured(heard: Heard) -> None:
     observer = JaxMonitoring("/test-ckpt")
     observer(event("write", 0, 10, nbytes=5))

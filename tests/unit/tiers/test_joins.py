@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import re
 import shutil
 import uuid
 from collections.abc import Callable
@@ -106,6 +107,17 @@ def test_the_parts_become_one_step_whatever_is_asked_for_first(agents: Agents) -
     no_notes(agents.far)
     with ckpt.sync.CheckpointManager(agents.far, mode="r") as mgr:
         assert [each.name for each in mgr.pins()[2]] == ["paper"]
+
+
+@pytest.mark.parametrize("far", ["disk"], indirect=True)
+def test_notes_have_the_names_of_the_format(agents: Agents, far: Path) -> None:
+    with FaultyFiles(far, sync=False) as files:
+        agents.all_drain(1)
+    names = {path for each in files.operations for path in (each.path, each.target or "")}
+    (save,) = {name[12:-5] for name in names if re.fullmatch(r"\.ckpt-joins/[^/]+\.lead", name)}
+    said = [re.fullmatch(rf"\.ckpt-join-parts/{save}\.\w+\.(\d)\..+", name) for name in names]
+    # The agent of part 0 leads here, and says nothing to itself.
+    assert {each[1] for each in said if each} == {"1", "2"}
 
 
 def test_a_step_that_is_there_is_passed_over(agents: Agents) -> None:
