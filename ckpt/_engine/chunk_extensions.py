@@ -1,12 +1,14 @@
 """The interface of extensions that note something about the chunks of arrays.
 
-    ChunkExtension   one manager      begin_save   committed   after_save   check
+    ChunkExtension   one manager      begin_save   merged   committed   after_save
       NotesOfSave    one save         of_item   check_items
         NotesOfItem  one item of it   unchanged   begin   records   finish
+    ReadCheck        one `verify`     of_chunk   add   problems
 
 `records` are made for each staged batch, beside its digests. They go with the places of the chunks
 through the reports of processes, and `ckpt.extensions.merge_notes` makes columns of the manifest of
-them. A save without extensions calls nothing of this.
+them. A check of restored arrays is a function, `ckpt.extensions.device_check`. A save without
+extensions calls nothing of this. docs/design/018 has a table of what is called when.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ LINES = {
     "_steps": 4914,
     "_tiers": 5295,
     "_tree": 1472,
-    "_vitals": 1381,
+    "_vitals": 1380,
     "cli": 3099,
     "extensions": 64,
     "handlers": 1343,

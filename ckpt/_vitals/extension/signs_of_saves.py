@@ -244,8 +244,6 @@ def _packed_signs(
         step = max(_TOGETHER_BYTES // nbytes, 1)
         for start in range(0, len(numbers), step):
             some = numbers[start : start + step]
-            arrays = np.empty((len(some), nbytes), np.uint8)
-            for row, number in enumerate(some):
-                arrays[row] = data[number]
+            arrays = np.concatenate([data[number] for number in some]).reshape(-1, nbytes)
             signs[some] = whole_signs(arrays, shape, DTYPES[dtype])
     return signs
