@@ -16,9 +16,8 @@ from ckpt._arguments import check_step, invalid
 from ckpt._engine.restore.step_files import Elsewhere
 from ckpt._events import Observer
 from ckpt._format.manifest import JsonValue, decode, encode
-from ckpt._job.agreement.collectives import gathered
 from ckpt._job.agreement.heartbeat import beating
-from ckpt._job.agreement.operation import Operation
+from ckpt._job.agreement.operation import Operation, gathered
 from ckpt._job.agreement.peers import Peers
 from ckpt._job.all_disks import CommonSteps, health_data, health_on_all, join_health
 from ckpt._job.multihost_save import MultihostSave
