@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import anyio
 
@@ -54,6 +54,8 @@ from ckpt.errors import (
 from ckpt.keep._questions import SavedStep
 
 logger = logging.getLogger("ckpt")
+
+T = TypeVar("T")
 
 # The most bytes of a manifest that the primary sends to all other processes, in sum. The service of
 # the job sends a MiB in 25 ms (docs/design/005): a large manifest is read faster from the storage,
@@ -131,7 +133,7 @@ class _SeveralProcesses:
             step=step,
         )
 
-    def found_here(self, steps: list[int]) -> list[int]:
+    def found_here(self, found: list[T]) -> list[T]:
         """Return none: the processes must not act on what only one of them has seen."""
         return []
 
@@ -256,13 +258,9 @@ class SharedRoot(_SeveralProcesses):
             )
         return opened
 
-    async def on_step(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
-        """Return the result of `act` on the primary; all processes see the same step."""
-        return await self.on_primary(kind, step, what, act)
-
-    async def everywhere(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
-        """Return the result of `act` on the primary; all processes see the same root."""
-        return await self.on_primary(kind, step, what, act)
+    # All processes see the same root, and the same steps in it.
+    on_step = _SeveralProcesses.on_primary
+    everywhere = _SeveralProcesses.on_primary
 
     async def delete(self, kind: str, step: int, what: str, act: Act, idle: Do) -> JsonValue:
         """Return the result of `act` on the primary, which deletes for all.

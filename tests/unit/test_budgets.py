@@ -42,7 +42,7 @@ LINES = {
     "_runtime": 676,
     "_runtime/jax_internals": 47,
     "_steps": 4916,
-    "_tiers": 5292,
+    "_tiers": 5290,
     "_tree": 1472,
     "_vitals": 1381,
     "cli": 3099,
