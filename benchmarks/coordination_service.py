@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import anyio
 import msgspec
 
-from ckpt._job.agreement.collectives import concluded, gathered, together
+from ckpt._job.agreement.operation import concluded, gathered, together
 from ckpt._job.agreement.peers import Peers
 from ckpt._job.processes import SeparateRoots
 from ckpt._steps.index import IndexedStep

@@ -7,7 +7,7 @@ heads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -62,15 +62,6 @@ class FileEntry(Struct, frozen=True, omit_defaults=True):
     size: Size
     digest: str
     shared: bool = False
-
-
-class HasSave(Protocol):
-    """What tells saves of a step from one another; see `Manifest`."""
-
-    @property
-    def save(self) -> str: ...
-    @property
-    def created_ns(self) -> int: ...
 
 
 class Summary(Struct, frozen=True, omit_defaults=True):
@@ -233,9 +224,9 @@ def version_of(data: bytes) -> Version | None:
         return None
 
 
-def save_id(step: HasSave) -> str:
+def save_id(save: str, created_ns: int) -> str:
     """Return an id that a step shares with its copies, and with no other save of its number."""
-    return step.save or str(step.created_ns)
+    return save or str(created_ns)
 
 
 def is_step(step: int | None) -> bool:

@@ -29,9 +29,8 @@ from ckpt._engine.save.session import SaveSession
 from ckpt._format.leaf_table import LeafTable, has_notes
 from ckpt._format.manifest import ItemEntry, Manifest, decode, encode
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, peek
-from ckpt._job.agreement.collectives import gathered
 from ckpt._job.agreement.heartbeat import beating
-from ckpt._job.agreement.operation import Operation
+from ckpt._job.agreement.operation import Operation, gathered
 from ckpt._job.agreement.peers import Peers
 from ckpt._job.division import ProcessGroup
 from ckpt._job.item_shares import DiskItem, ProcessItem, SharedItem

@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import anyio
 
@@ -16,9 +16,8 @@ from ckpt._arguments import check_step, invalid
 from ckpt._engine.restore.step_files import Elsewhere
 from ckpt._events import Observer
 from ckpt._format.manifest import JsonValue, decode, encode
-from ckpt._job.agreement.collectives import gathered
 from ckpt._job.agreement.heartbeat import beating
-from ckpt._job.agreement.operation import Operation
+from ckpt._job.agreement.operation import Operation, gathered
 from ckpt._job.agreement.peers import Peers
 from ckpt._job.all_disks import CommonSteps, health_data, health_on_all, join_health
 from ckpt._job.multihost_save import MultihostSave
@@ -55,6 +54,8 @@ from ckpt.errors import (
 from ckpt.keep._questions import SavedStep
 
 logger = logging.getLogger("ckpt")
+
+T = TypeVar("T")
 
 # The most bytes of a manifest that the primary sends to all other processes, in sum. The service of
 # the job sends a MiB in 25 ms (docs/design/005): a large manifest is read faster from the storage,
@@ -132,7 +133,7 @@ class _SeveralProcesses:
             step=step,
         )
 
-    def found_here(self, steps: list[int]) -> list[int]:
+    def found_here(self, found: list[T]) -> list[T]:
         """Return none: the processes must not act on what only one of them has seen."""
         return []
 
@@ -257,13 +258,9 @@ class SharedRoot(_SeveralProcesses):
             )
         return opened
 
-    async def on_step(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
-        """Return the result of `act` on the primary; all processes see the same step."""
-        return await self.on_primary(kind, step, what, act)
-
-    async def everywhere(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
-        """Return the result of `act` on the primary; all processes see the same root."""
-        return await self.on_primary(kind, step, what, act)
+    # All processes see the same root, and the same steps in it.
+    on_step = _SeveralProcesses.on_primary
+    everywhere = _SeveralProcesses.on_primary
 
     async def delete(self, kind: str, step: int, what: str, act: Act, idle: Do) -> JsonValue:
         """Return the result of `act` on the primary, which deletes for all.

@@ -25,8 +25,7 @@ from ckpt._events import EventRecorder
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import JsonValue
-from ckpt._job.agreement.collectives import gathered, together
-from ckpt._job.agreement.operation import Operation
+from ckpt._job.agreement.operation import Operation, gathered, together
 from ckpt._job.agreement.peers import Peers
 from ckpt._job.device_exchange import DeviceExchange
 from ckpt._job.read_groups import (

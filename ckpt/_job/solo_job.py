@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from msgspec import Struct
 
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from ckpt._steps.removal.retention import Retention
     from ckpt._steps.removal.trash import StepTrash
     from ckpt.keep._questions import SavedStep
+
+T = TypeVar("T")
 
 Act = Callable[[], Awaitable["JsonValue"]]
 Do = Callable[[], Awaitable[None]]
@@ -116,9 +118,9 @@ class OneProcess(Struct, frozen=True):
         """Return the reasons of `judge` against the steps that `see` reads."""
         return judgements(await see(await self.steps.refresh()), judge)
 
-    def found_here(self, steps: list[int]) -> list[int]:
-        """Return the steps: what this process has found alone is all that is known."""
-        return steps
+    def found_here(self, found: list[T]) -> list[T]:
+        """Return all of it: what this process alone has found is all that is known."""
+        return found
 
     @contextlib.asynccontextmanager
     async def restoring(

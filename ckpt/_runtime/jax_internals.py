@@ -78,23 +78,20 @@ def job_size() -> int:
     state = distributed_state()
     if getattr(state, "client", None) is not None:
         return int(state.num_processes)
+    try:
+        from jax._src import xla_bridge
+
+        are_in_use = xla_bridge.backends_are_initialized()
+    except (ImportError, AttributeError):
+        are_in_use = False
     # Before any device is used, jax cannot know of several processes, and asking would use devices.
-    if _devices_are_in_use() and jax.process_count() > 1:
+    if are_in_use and jax.process_count() > 1:
         raise CoordinationError(
             f"jax has {jax.process_count()} processes, but jax.distributed is not initialized, so "
             "they cannot agree on anything; call jax.distributed.initialize() before anything "
             "else in every process, or pass a coordinator of your own (coordinator=)"
         )
     return 1
-
-
-def _devices_are_in_use() -> bool:
-    try:
-        from jax._src import xla_bridge
-
-        return bool(xla_bridge.backends_are_initialized())
-    except (ImportError, AttributeError):
-        return False
 
 
 def unknown_version(what: str) -> str:

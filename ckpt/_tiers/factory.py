@@ -161,7 +161,7 @@ def with_tiers(
     """
     # Each process of a job has a place of its own for its steps.
     job, process = run.job, (run.job.process_index, run.job.process_count)
-    disks = OwnDisks(job, f"tier of {run.location}") if job.process_count > 1 else job
+    disks = OwnDisks(job, f"tier of {run.location}")
     near = [
         serve(
             open_root(tier.path, run.timeouts),
@@ -265,9 +265,7 @@ def _service_of_memory(
     # tracked for each root.
     staging = dataclasses.replace(run.engine.staging, backlog="wait")
     engine = replace(run.engine, staging=staging, base_step=None, writes_later=True)
-    job = (
-        OwnDisks(run.job, f"snapshots of {run.location}") if run.job.process_count > 1 else run.job
-    )
+    job = OwnDisks(run.job, f"snapshots of {run.location}")
     return RootService(
         run.loop,
         storage,

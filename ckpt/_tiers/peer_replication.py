@@ -26,9 +26,8 @@ from typing import Any
 import anyio
 import msgspec
 
-from ckpt._job.agreement.collectives import concluded, gathered
 from ckpt._job.agreement.heartbeat import beating
-from ckpt._job.agreement.operation import Operation
+from ckpt._job.agreement.operation import Operation, concluded, gathered
 from ckpt._job.processes import SeparateRoots
 from ckpt._redaction import redact
 from ckpt._runtime.futures import settled

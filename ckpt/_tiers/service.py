@@ -102,9 +102,9 @@ class TieredService:
             memory.service.saves.prepare = self._remove_later_steps
         for each in self._all:
             each.reader.begins_from = self._begin_from
-            if root.root.processes.count == 1:
-                # In a job, the processes may see different steps in the places.
-                each.root.index.others = [it.root.index for it in self._all if it is not each]
+            # In a job, the processes may see different steps in the places.
+            others = [it.root.index for it in self._all if it is not each]
+            each.root.index.others = root.root.processes.found_here(others)
 
     @property
     def _all(self) -> list[RootService]:

@@ -21,6 +21,7 @@ from ckpt._events import EventRecorder, Outcome
 from ckpt._format.manifest_head import save_id
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
+from ckpt._steps.index import IndexedStep
 from ckpt._steps.service import RootService
 from ckpt._tiers.agent.client import AgentClient
 from ckpt._tiers.agent.messages import (
@@ -108,7 +109,7 @@ class TierDrains:
         found = {step: each for step, each in new.items() if step not in gone}
         steps = await service.root.retention.saved_steps(found)
         return [
-            (each.step, await self._is_wanted(leg, each), save_id(found[each.step]))
+            (each.step, await self._is_wanted(leg, each), _save_of(found[each.step]))
             for each in steps
         ]
 
@@ -165,7 +166,7 @@ class TierDrains:
                 # The step was deleted meanwhile.
                 return None
             (saved,) = await service.root.retention.saved_steps({number: found})
-            return await self._is_wanted(leg, saved), save_id(found)
+            return await self._is_wanted(leg, saved), _save_of(found)
 
         what = f"deciding where step {number} is copied to"
         decided = await service.root.processes.on_primary(f"drain-{leg}", number, what, decide)
@@ -331,6 +332,10 @@ class TierDrains:
             reason = "the run has ended before it was copied; the next one goes on with it"
             self._end_waits(number, reason)
         return sorted(waiting.union(self._left))
+
+
+def _save_of(step: IndexedStep) -> str:
+    return save_id(step.save, step.created_ns)
 
 
 def _answered(save: str, saves: Sequence[str]) -> int:

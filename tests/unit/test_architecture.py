@@ -89,10 +89,7 @@ SEAMS = {
 # The core names no extension. Lines of its rooms that still name vital signs, or the health of
 # steps that rests on them, by file; each number may only fall. In `_format` they are the columns
 # and heads of manifests, in `process_reports` the room that a report has for notes.
-CORE = (
-    *("_steps", "_job", "_engine", "_plan", "_tree"),
-    *("_format", "storage", "_runtime", "coordination"),
-)
+CORE = ("_steps", "_job", "_engine", "_plan", "_tree", "_format", "storage", "_runtime")
 WORDS_OF_SIGNS = re.compile(
     r"vital|signs_|_signs|\.signs\b|signs=|nonfinite|not finite|unequal|health|frozen leaves", re.I
 )
@@ -102,6 +99,7 @@ NAMES_SIGNS = {
     "_format/leaf_table.py": 58,
     "_format/manifest.py": 18,
     "_format/manifest_head.py": 4,
+    # A process that watches signs of life.
     "_job/agreement/operation.py": 2,
     "_job/all_disks.py": 22,
     "_job/multihost_save.py": 5,

@@ -26,10 +26,9 @@ OWN_ROOMS = (
 QUESTIONS = {
     "ckpt._engine.save.pipeline": 1,
     "ckpt._steps.factory": 1,
-    "ckpt._tiers.factory": 6,
+    "ckpt._tiers.factory": 4,
     "ckpt._tiers.memory": 4,
     "ckpt._tiers.peer_replication": 1,
-    "ckpt._tiers.service": 1,
     "ckpt._tiers.settings": 1,
     "ckpt._tiers.tier_drains": 1,
     "ckpt.handlers._stateful": 1,

@@ -294,7 +294,7 @@ async def copy_step(
     where, save = target.location, ""
     try:
         async with _held(source, step) as manifest:
-            save = save_id(manifest)
+            save = save_id(manifest.save, manifest.created_ns)
             selection = selected(manifest, rules.select)
             if selection is None:
                 return CopiedStep(step, where, "unselected", reason="nothing of it is selected")

@@ -29,10 +29,9 @@ import anyio
 
 from ckpt._format.digests import digest
 from ckpt._format.manifest import JsonValue
-from ckpt._job.agreement.collectives import acted, together
 from ckpt._job.agreement.failures import unpack_error
 from ckpt._job.agreement.heartbeat import introduce
-from ckpt._job.agreement.operation import FAILED, Operation
+from ckpt._job.agreement.operation import FAILED, Operation, acted, together
 from ckpt.coordination._base import Coordinator
 from ckpt.coordination._jobs import has_own_disks, name_of_disks
 from ckpt.errors import CheckpointError, CoordinationError, CoordinationTimeoutError

@@ -448,7 +448,8 @@ class SaveQueue:
             # Set before the commit is done: a deletion that its caller starts must know the step.
             self.root.retention.newest = manifest.step
             self.history.committed(manifest)
-            self.on_committed(info, save_id(manifest), hooks.commit)
+            save = save_id(manifest.save, manifest.created_ns)
+            self.on_committed(info, save, hooks.commit)
             # Observers first: once the commit is done, the line is written and the bar is gone.
             recorder.end(began_ns, "ok", nbytes=info.nbytes)
             hooks.finish(info, in_root=not self.has_next_tier)

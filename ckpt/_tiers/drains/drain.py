@@ -18,8 +18,7 @@ from ckpt._conversion.copies.step_copy import Pace, StepCopier, at_once
 from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._conversion.copies.steps import CopyRules, copy_pins, copy_step
 from ckpt._events import Event
-from ckpt._format.manifest_head import save_id
-from ckpt._steps.index import StepIndex
+from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt.errors import StepNotFoundError
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
@@ -137,7 +136,12 @@ async def missing(
             for step, found in has.items()
             if not found.is_foreign
             and (wanted is None or step in wanted)
-            and (step not in there or save_id(there[step]) != save_id(found))
+            and (step not in there or _identity(there[step]) != _identity(found))
         ),
         reverse=True,
     )
+
+
+def _identity(step: IndexedStep) -> tuple[int, int, str]:
+    """Return a key that a step shares with its copies, and with no other step."""
+    return step.created_ns, step.committed_ns, step.save

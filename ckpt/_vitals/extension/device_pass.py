@@ -66,7 +66,7 @@ class _Found(Struct, frozen=True, eq=False):
 
     Attributes:
         records: Records of the vital signs, by number of the chunk.
-        copies: Chunks of this process that others hold, too; see `ckpt._vitals.records`.
+        copies: Chunks of this process that others hold, too; see `ckpt._vitals.replicas`.
         unequal: Devices whose values differ from those of most devices with the same region.
     """
 

@@ -11,8 +11,7 @@ import anyio.lowlevel
 import pytest
 
 from ckpt._format.manifest import JsonValue
-from ckpt._job.agreement.collectives import gathered
-from ckpt._job.agreement.operation import Operation
+from ckpt._job.agreement.operation import Operation, gathered
 from ckpt._job.agreement.peers import Peers
 from ckpt._job.multihost_save import MultihostSave
 from ckpt._job.processes import SeparateRoots, SharedRoot
