@@ -177,7 +177,7 @@ class StepInfo:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a save, in bytes of array data.
+    """The progress of a save, in bytes of array data as they are stored, with padding.
 
     Attributes:
         staged: Bytes in the snapshot, which no action of the caller can change.

@@ -137,7 +137,7 @@ class SharedMemory:
         object.__setattr__(self, "first", tuple(self.first))
         directory: object = self.directory
         if not isinstance(directory, str) or not os.path.isabs(directory):
-            raise invalid("directory", directory, "an absolute path, such as '/dev/shm'", of=of)
+            raise invalid("directory", directory, "the text of an absolute path: '/dev/shm'", of=of)
         peers: object = self.peers
         if peers is not None and not isinstance(peers, PeerCopies):
             hint = "ckpt.tiers.PeerCopies(address='10.0.0.7'), or None"
