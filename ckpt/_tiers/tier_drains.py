@@ -173,6 +173,7 @@ class TierDrains:
         if decided is None:
             with self._guard:
                 self._unheld[leg].discard(number)
+            self._end_waits(number, "it was deleted before it was copied")
             return
         wanted, save = decided
         await run_in_thread(self._agent.start)
@@ -223,7 +224,8 @@ class TierDrains:
         """Handle a message of the agent; called in a thread."""
         if isinstance(message, DrainAccepted):
             with self._guard:
-                self._unheld[message.leg].discard(message.step)
+                if self._is_newest(message):
+                    self._unheld[message.leg].discard(message.step)
         elif isinstance(message, CloseResult):
             self._left = message.left
         elif isinstance(message, TransferResult):
@@ -237,16 +239,15 @@ class TierDrains:
             with contextlib.suppress(CheckpointError):
                 target.loop.submit(partial(self._distrust, leg, message.step)).future.result()
         with self._guard:
-            pending = self._pending[leg].get(message.step)
-            is_replaced = pending is not None and pending.save not in ("", message.save)
-            waiting = self._commits.get(message.step, [])
-            answered = _answered(message.save, [save for save, _ in waiting])
-            if message.problem and message.save and (is_replaced or answered < len(waiting)):
+            is_newest = self._is_newest(message)
+            if message.problem and not is_newest:
                 # The step was saved anew meanwhile: the outcome of the new save tells of both.
                 return
-            if not is_replaced:
+            if is_newest:
                 self._pending[leg].pop(message.step, None)
                 self._unheld[leg].discard(message.step)
+            waiting = self._commits.get(message.step, [])
+            answered = _answered(message.save, [save for save, _ in waiting])
             if not is_last and not message.problem:
                 self._unheld[leg + 1].add(message.step)
             commits = waiting[:answered] if is_last or message.problem else []
@@ -271,6 +272,13 @@ class TierDrains:
         except CheckpointError:
             # The manager is closing; it tidies at the end.
             self.is_untidy = True
+
+    def _is_newest(self, message: TransferResult | DrainAccepted) -> bool:
+        """Return True if no newer save of the step is known than that of the message."""
+        pending = self._pending[message.leg].get(message.step)
+        newer = {save for save, _ in self._commits.get(message.step, [])[-1:]}
+        newer |= {pending.save} if pending is not None else set()
+        return not message.save or newer <= {"", message.save}
 
     def _report(self, message: TransferResult) -> None:
         """Log the outcome of a copy, and report it to observers."""

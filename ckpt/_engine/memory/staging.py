@@ -421,7 +421,7 @@ def _stack_small(
         assert sharding is not None
         if len(numbers) < _LEAST_STACKED or dtype not in _STACKED_DTYPES or _is_host(sharding):
             continue
-        if sharding.is_fully_replicated:
+        if sharding.is_fully_replicated and sharding.memory_kind not in _HOST_KINDS:
             # Imported only here: few states have so many.
             from ckpt._engine.memory.leaf_stacks import stack_rows
 

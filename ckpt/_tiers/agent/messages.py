@@ -283,10 +283,12 @@ class DrainAccepted(Struct, frozen=True, tag="held"):
     Attributes:
         leg: Number of the tier.
         step: The step.
+        save: Its `save_id`; empty if unknown.
     """
 
     leg: int
     step: int
+    save: str = ""
 
 
 class TransferResult(Struct, frozen=True, tag="moved"):

@@ -41,13 +41,16 @@ class TransferChain:
         self._names = [StepNameTable() for _ in range(count)]
         # By tier, the newest step that the next place gets only at the end.
         self._unwanted: list[StepAtTier | None] = [None] * count
-        # By tier, the steps that were asked for, with their newest saves.
+        # By tier, the steps that the trainer has told of, and those that were asked for, with their
+        # newest saves.
+        self._known: list[dict[int, str]] = [{} for _ in range(count)]
         self._requested: list[dict[int, str]] = [{} for _ in range(count)]
         self._moved: list[list[TransferResult]] = [[] for _ in range(count)]
 
     async def add(self, step: StepAtTier) -> None:
         """Take a step that was committed at a tier; report when it is held."""
         self._names[step.leg].add(step.step, step.step_dir)
+        self._known[step.leg][step.step] = step.save
         if step.is_wanted:
             await self._request(step)
             return
@@ -69,7 +72,7 @@ class TransferChain:
             )
             return
         if held:
-            self._tell(DrainAccepted(step.leg, step.step))
+            self._tell(DrainAccepted(step.leg, step.step, step.save))
 
     async def finish(self, seconds: float) -> list[int]:
         """Drain the rest, and the newest step of each tier; return the steps that are left."""
@@ -84,9 +87,9 @@ class TransferChain:
                 await self._request(newest)
             left.update(await drainer.finish(max(ends - time.monotonic(), 0.0)))
             if leg + 1 < len(self._drainers):
-                # The trainer may have asked for these steps already, but can no longer do so.
-                for moved in self._moved[leg]:
-                    if not moved.problem and self._requested[leg + 1].get(moved.step) != moved.save:
+                # The trainer may have decided about these steps already, but can no longer do so.
+                for moved in {m.step: m for m in self._moved[leg] if not m.problem}.values():
+                    if self._known[leg + 1].get(moved.step) != moved.save:
                         step_dir = self._names[leg].name(moved.step)
                         await self.add(StepAtTier(leg + 1, moved.step, step_dir, True, moved.save))
         return sorted(left)

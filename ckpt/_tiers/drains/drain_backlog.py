@@ -73,11 +73,11 @@ class DrainBacklog:
         self._failures = dict.fromkeys(self._failures, 0)
 
     def give_up(self, pinned: Collection[int]) -> int | None:
-        """Forget the oldest step that is not pinned, and return it.
+        """Forget the oldest step that is not pinned or under way, and return it.
 
-        None if not too many steps wait, or if all of them are pinned.
+        None if not too many steps wait, or if there is no such step.
         """
-        free = self._failures.keys() - set(pinned)
+        free = self._failures.keys() - {*pinned, self.under_way}
         if not self.is_too_long or not free:
             return None
         oldest = min(free)

@@ -101,6 +101,8 @@ class Drainer:
         self._leases = DrainLeases(route.source)
         # By step, the save that was asked for last; empty if unknown.
         self._saves: dict[int, str] = {}
+        # The step that is being drained, and its save.
+        self._under_way: tuple[int, str] | None = None
         self._failures = 0
         # Number of steps that have ended but are not reported yet.
         self._ending = 0
@@ -121,7 +123,8 @@ class Drainer:
 
         Once this returns, the step is held, and its root may be tidied. If too many steps wait, the
         oldest one that is not pinned is given up. A step that the target has already is passed
-        over. A step that is being drained is drained once more, since it may have been saved anew.
+        over. A step that is being drained is drained once more, unless it is known to be the same
+        save.
 
         Args:
             step: A committed step of the source.
@@ -137,6 +140,8 @@ class Drainer:
         Cancellation: the step may be drained all the same.
         """
         name = self._route.names.name(step)
+        if save and self._under_way == (step, save):
+            return True
         is_held = await self._leases.take(step, name)
         await self._strategy.add(step, save)
         self._saves[step] = save
@@ -213,7 +218,11 @@ class Drainer:
             return None
         self._backlog.begin(step)
         save = self._saves.get(step, "")
-        drained = await self._strategy.drain(step)
+        self._under_way = step, save
+        try:
+            drained = await self._strategy.drain(step)
+        finally:
+            self._under_way = None
         return drained if drained is None or drained.save else replace(drained, save=save)
 
     async def _end(self, drained: DrainResult) -> None:

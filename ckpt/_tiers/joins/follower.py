@@ -109,8 +109,11 @@ class Follower:
             await self._refuse()
             is_due = anyio.current_time() - self._looked > times.LOOK_SECONDS
             for step in backlog.order:
+                waiting = self._waiting.get(step)
                 found = await self._look(step, in_root=is_due)
-                if found is not None and step in backlog:
+                # It may have been saved anew meanwhile.
+                is_same = self._waiting.get(step) is waiting
+                if found is not None and is_same and step in backlog:
                     self._found = found
                     return step
             now = anyio.current_time()
@@ -155,12 +158,16 @@ class Follower:
     async def ended(self, drained: DrainResult) -> None:
         """Tell the leader that a step will not come, unless it knows."""
         waiting = self._waiting.get(drained.step)
-        if waiting is None or (drained.save and waiting.save not in ("", drained.save)):
-            # The step was saved anew, and waits again.
+        if waiting is None:
             return
-        del self._waiting[drained.step]
-        if waiting.save and not waiting.is_known:
-            self._unsaid[waiting.save] = Refusal(drained.outcome, drained.reason)
+        save, is_known = waiting.save, waiting.is_known
+        if drained.save and save not in ("", drained.save):
+            # The step was saved anew, and waits again.
+            save, is_known = drained.save, drained.is_safe
+        else:
+            del self._waiting[drained.step]
+        if save and not is_known:
+            self._unsaid[save] = Refusal(drained.outcome, drained.reason)
             await self._refuse()
 
     async def tidy(self) -> None:

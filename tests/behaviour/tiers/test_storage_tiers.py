@@ -162,6 +162,21 @@ def test_three_places(tmp_path: Path) -> None:
     assert steps_of(tmp_path / "root") == steps_of(tmp_path / "b") == [0, 1, 2]
 
 
+def test_what_a_farther_tier_keeps_to_itself_stays_there(tmp_path: Path) -> None:
+    near, far = Tier(tmp_path / "a"), Tier(tmp_path / "b", drain=ckpt.save_when.EverySteps(10))
+    with ckpt.sync.CheckpointManager(tmp_path / "root", tiers=[near, far]) as mgr:
+        for step in range(10, 14):
+            commit = mgr.save(step, state_of(step))
+            if step == 10:
+                commit.in_root.result(PATIENCE_S)
+            else:
+                with pytest.raises(NotInRootError, match="drain="):
+                    commit.in_root.result(PATIENCE_S)
+    # The last one goes on when the run ends.
+    assert steps_of(tmp_path / "root") == [10, 13]
+    assert steps_of(tmp_path / "b") == [10, 11, 12, 13]
+
+
 def test_snapshots_and_a_disk(tmp_path: Path, memory: Path) -> None:
     """With memory, a disk and a root, the newest whole state counts wherever it is."""
     tiers: list[SharedMemory | Tier] = [

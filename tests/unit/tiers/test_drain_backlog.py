@@ -66,7 +66,8 @@ class Waiting(RuleBasedStateMachine):
     @rule(pinned=st.sets(STEPS))
     def give_up(self, pinned: set[int]) -> None:
         step = self.backlog.give_up(pinned)
-        free = [each for each in sorted(self.failures) if each not in pinned]
+        busy = {*pinned, *(self.under_way or ())[:1]}
+        free = [each for each in sorted(self.failures) if each not in busy]
         if len(self.failures) <= MOST or not free:
             assert step is None
         else:

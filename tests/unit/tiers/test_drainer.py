@@ -162,6 +162,21 @@ def test_a_step_that_is_saved_anew_while_it_is_copied_is_copied_once_more(drains
     assert ckpt.sync.load(drains.far / "4") == {"w": 1}
 
 
+def test_a_save_that_is_asked_for_twice_is_drained_once(drains: Drains) -> None:
+    door = anyio.Event()
+    Doors.doors, Doors.met = iter([door]), anyio.Event()
+
+    async def body(drainer: Drainer) -> None:
+        await drainer.request(4, "the save")
+        await Doors.met.wait()
+        assert await drainer.request(4, "the save")
+        door.set()
+        assert await drainer.finish() == []
+
+    drains.run(body, strategy=Doors)
+    assert drains.outcomes == [(4, "copied")]
+
+
 def test_an_outcome_tells_which_save_it_is_about(drains: Drains) -> None:
     """Who has asked may have saved the step anew meanwhile."""
 
