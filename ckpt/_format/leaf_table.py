@@ -8,7 +8,7 @@ made on demand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, overload
 
@@ -326,9 +326,7 @@ class LeafTable(Sequence[LeafEntry]):
             [leaf.name for leaf in leaves],
             list(numbers),
             form,
-            bytes.fromhex(
-                "".join(_UNKNOWN if each in ("", UNCHECKED) else each for each in digests)
-            ),
+            bytes.fromhex("".join(digests)),
             np.array(offsets, np.int64),
             np.array(files if any(files) else (), np.int64),
             np.array(lengths if any(lengths) else (), np.int64),
@@ -352,16 +350,9 @@ class LeafTable(Sequence[LeafEntry]):
             ```
         """
         form = np.frombuffer(columns.form, _NUMBER).astype(np.int64)
-        same_as = dict(columns.same_as)
-        values = dict(columns.values)
-        unequal = {number: tuple(processes) for number, processes in columns.unequal}
-        pairs: list[tuple[Sized, Sized]] = [
-            (same_as, columns.same_as),
-            (values, columns.values),
-            (unequal, columns.unequal),
-        ]
-        if any(len(found) != len(listed) for found, listed in pairs):
-            raise ValueError("a leaf is listed twice")
+        for listed in (columns.same_as, columns.values, columns.unequal):
+            if len(dict(listed)) != len(listed):
+                raise ValueError("a leaf is listed twice")
         return cls(
             columns.names,
             columns.forms,
@@ -370,10 +361,10 @@ class LeafTable(Sequence[LeafEntry]):
             np.frombuffer(columns.offsets, _OFFSET).astype(np.int64, copy=False),
             np.frombuffer(columns.files, _NUMBER).astype(np.int64),
             np.frombuffer(columns.lengths, _OFFSET).astype(np.int64, copy=False),
-            same_as,
-            values,
+            dict(columns.same_as),
+            dict(columns.values),
             _read_signs(columns),
-            unequal,
+            {number: tuple(processes) for number, processes in columns.unequal},
         )
 
     def columns(self) -> LeafColumns:

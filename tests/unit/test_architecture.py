@@ -96,7 +96,7 @@ WORDS_OF_SIGNS = re.compile(
 NAMES_SIGNS = {
     "_format/dtypes.py": 1,
     "_format/history.py": 2,
-    "_format/leaf_table.py": 58,
+    "_format/leaf_table.py": 57,
     "_format/manifest.py": 18,
     "_format/manifest_head.py": 4,
     # A process that watches signs of life.
