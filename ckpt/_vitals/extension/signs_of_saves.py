@@ -166,8 +166,19 @@ class SignsOfItem:
     def records(
         self, batch: WriteBatch, bytes_of: Callable[[Chunk], Array], takes: Sequence[Taker]
     ) -> Array:
-        """See `NotesOfItem.records`."""
-        return _batch_records(batch, self._plans, self._pass, bytes_of, takes)
+        """Return the signs that devices have taken, and take the others here."""
+        if batch.packed:
+            return _packed_signs(batch, self._plans, bytes_of, takes)
+        records = np.empty(len(batch.chunks), SIGNS)
+        for number, (chunk, take) in enumerate(zip(batch.chunks, takes, strict=True)):
+            data, known = bytes_of(chunk), self._pass.record(chunk.leaf, chunk.number)
+            if known is None:
+                dtype, region = DTYPES[self._plans[chunk.leaf].spec.dtype or ""], chunk.region
+                known = box_signs(data, region.offset, region.shape, dtype, take)
+            else:
+                take(data.data)
+            records[number] = known
+        return records
 
     def finish(self, report: ItemReport, base: ItemReport | None, process: int) -> ChunkNotes:
         """Return the signs of all chunks, and the replicas on devices of this process.
@@ -196,31 +207,6 @@ class SignsOfItem:
                 ", ".join(names[:_NAMED]),
                 f", and {len(names) - _NAMED} more" if len(names) > _NAMED else "",
             )
-
-
-def _batch_records(
-    batch: WriteBatch,
-    plans: Sequence[LeafPlan],
-    found: DevicePass,
-    bytes_of: Callable[[Chunk], Array],
-    takes: Sequence[Taker],
-) -> Array:
-    """Return the record of each chunk of a staged batch; see `NotesOfItem.records`.
-
-    `found` are the signs that devices have taken.
-    """
-    if batch.packed:
-        return _packed_signs(batch, plans, bytes_of, takes)
-    records = np.empty(len(batch.chunks), SIGNS)
-    for number, (chunk, take) in enumerate(zip(batch.chunks, takes, strict=True)):
-        data, known = bytes_of(chunk), found.record(chunk.leaf, chunk.number)
-        if known is None:
-            dtype, region = DTYPES[plans[chunk.leaf].spec.dtype or ""], chunk.region
-            known = box_signs(data, region.offset, region.shape, dtype, take)
-        else:
-            take(data.data)
-        records[number] = known
-    return records
 
 
 def _packed_signs(
