@@ -7,7 +7,6 @@ may donate its arrays. The results are a few bytes for each chunk, fetched on de
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 import threading
@@ -30,12 +29,11 @@ from ckpt._vitals.extension.kernels import (
     Kernels,
     is_run,
 )
+from ckpt._vitals.extension.merged_signs import first_names
 from ckpt._vitals.records import COPY, SIGNS, Array, no_copies
 
 logger = logging.getLogger("ckpt")
 
-# Most leaves that a warning names.
-_NAMED = 5
 # Smallest shard for a kernel: small shards are many, and the host takes small arrays together.
 _LEAST_BYTES = 1 << 20
 # Most elements of a shard: indexes and counts have 32 bits.
@@ -66,7 +64,7 @@ class _Found(Struct, frozen=True, eq=False):
 
     Attributes:
         records: Records of the vital signs, by number of the chunk.
-        copies: Chunks of this process that others hold, too; see `ckpt._vitals.replicas`.
+        copies: Chunks of this process that others hold, too; see `COPY`.
         unequal: Devices whose values differ from those of most devices with the same region.
     """
 
@@ -111,17 +109,12 @@ class DevicePass:
         unequal = {name: each.unequal for name, each in found.items() if each and each.unequal}
         if not unequal:
             return
-        some = [
-            f"{name!r} ({', '.join(map(str, devices))})"
-            for name, devices in itertools.islice(unequal.items(), _NAMED)
-        ]
-        more = f", and {len(unequal) - _NAMED} more" if len(unequal) > _NAMED else ""
+        names = [f"{name!r} ({', '.join(map(str, each))})" for name, each in unequal.items()]
         logger.warning(
             "item %r: devices that should hold the same values do not, so what is saved may be "
-            "wrong: %s%s. A device may be faulty, or the program lets its replicas drift apart",
+            "wrong: %s. A device may be faulty, or the program lets its replicas drift apart",
             item,
-            ", ".join(some),
-            more,
+            first_names(names),
         )
 
     def _read(self, leaf: int) -> _Found | None:

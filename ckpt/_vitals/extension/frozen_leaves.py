@@ -11,55 +11,23 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from msgspec import Struct, field
 
 from ckpt._arguments import invalid
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import Array, ItemReport
 from ckpt._settings import SignsPlace
 from ckpt._tree.patterns import Pattern, compile_pattern
-from ckpt._tree.suggestions import near_miss
 from ckpt._vitals.extension.device_pass import begin_pass
 from ckpt._vitals.extension.kernels import Kernels
 from ckpt._vitals.extension.merged_signs import NAME
-from ckpt.errors import InvalidArgumentError
 
 # Only exact signs can prove equality; norms depend on the order of summation.
 _EXACT = ("fingerprint", "nonfinite", "absmax")
 
 
-class FrozenLeaves(Struct):
-    """The patterns of one save, and the paths that they are to cover.
-
-    Attributes:
-        patterns: The patterns of leaf paths.
-        paths: The leaf paths of the items so far.
-    """
-
-    patterns: tuple[Pattern, ...] = ()
-    paths: list[str] = field(default_factory=list)
-
-    def numbers(self, paths: Sequence[str]) -> Sequence[int]:
-        """Return the numbers of the leaves of an item that are declared frozen."""
-        self.paths += paths
-        return _covered(self.patterns, tuple(paths))
-
-    def check_used(self) -> None:
-        """Check that every pattern covers a leaf of the save.
-
-        Raises:
-            InvalidArgumentError: A pattern does not; suggests the path that was probably meant.
-        """
-        for pattern in self.patterns:
-            if not any(pattern.covers(path) for path in self.paths):
-                raise InvalidArgumentError(
-                    f"frozen: {pattern.text!r:.80} covers no leaf"
-                    f"{near_miss(pattern.text, self.paths)}"
-                )
-
-
 @functools.lru_cache(maxsize=16)
-def _covered(patterns: tuple[Pattern, ...], paths: tuple[str, ...]) -> Sequence[int]:
+def covered(patterns: tuple[Pattern, ...], paths: tuple[str, ...]) -> Sequence[int]:
+    """Return the numbers of the paths that patterns cover."""
     # Cached: every save of a run asks for the same, while its caller waits.
     return tuple(
         number

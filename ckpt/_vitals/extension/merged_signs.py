@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -60,10 +60,15 @@ def warn_of_unequal(entries: Mapping[str, ItemEntry]) -> None:
     if unequal:
         logger.warning(
             "processes that should hold the same values do not, so what is saved may be wrong: "
-            "%s%s. A device may be faulty, or the program lets its replicas drift apart",
-            ", ".join(unequal[:_NAMED]),
-            f", and {len(unequal) - _NAMED} more" if len(unequal) > _NAMED else "",
+            "%s. A device may be faulty, or the program lets its replicas drift apart",
+            first_names(unequal),
         )
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first names for a warning, and how many more there are."""
+    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def unequal_leaves(copies: Array) -> dict[int, tuple[int, ...]]:

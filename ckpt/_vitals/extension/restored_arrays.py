@@ -20,14 +20,12 @@ from ckpt._format.regions import Region, addressable_regions, whole
 from ckpt._plan.targets import ArrayRead
 from ckpt._vitals.extension.device_pass import can_be_passed, joined, key_of, signs_records
 from ckpt._vitals.extension.kernels import Kernels
+from ckpt._vitals.extension.merged_signs import first_names
 from ckpt._vitals.records import SIGNS, Array, signs_of
 from ckpt._vitals.signs import box_signs, join_signs
 from ckpt.errors import DeviceMismatchError, InvalidArgumentError
 
 logger = logging.getLogger("ckpt")
-
-# Most arrays that a message names.
-_NAMED = 5
 
 
 def check_arrays(
@@ -70,7 +68,7 @@ def check_arrays(
     if wrong:
         raise DeviceMismatchError(
             f"{len(wrong)} of {len(arrays)} restored arrays are not what was saved: "
-            f"{_first_names(wrong)}. verify() of the step tells whether the stored bytes are "
+            f"{first_names(wrong)}. verify() of the step tells whether the stored bytes are "
             "wrong; if they are not, a device or the way to it is",
         )
     if left_out:
@@ -79,13 +77,8 @@ def check_arrays(
             "way, are spread over processes, or were saved without vital signs: %s",
             len(left_out),
             len(arrays),
-            _first_names(list(map(repr, left_out))),
+            first_names(list(map(repr, left_out))),
         )
-
-
-def _first_names(names: Sequence[str]) -> str:
-    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def _is_as_saved(read: ArrayRead, data: Any) -> bool:

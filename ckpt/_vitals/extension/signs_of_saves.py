@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckpt._format.dtypes import DTYPES
@@ -21,13 +22,15 @@ from ckpt._redaction import redact
 from ckpt._settings import SignsPlace
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.patterns import Pattern
+from ckpt._tree.suggestions import near_miss
 from ckpt._vitals.extension.device_pass import DevicePass, begin_pass
-from ckpt._vitals.extension.frozen_leaves import FrozenLeaves, changed_leaves, unchanged_leaves
+from ckpt._vitals.extension.frozen_leaves import changed_leaves, covered, unchanged_leaves
 from ckpt._vitals.extension.kernels import Kernels
-from ckpt._vitals.extension.merged_signs import NAME, warn_of_unequal
+from ckpt._vitals.extension.merged_signs import NAME, first_names, warn_of_unequal
 from ckpt._vitals.records import SIGNS, Array, no_copies, no_signs
 from ckpt._vitals.signs import Taker, box_signs, whole_signs
 from ckpt._vitals.stored_signs import nonfinite_leaves
+from ckpt.errors import InvalidArgumentError
 
 logger = logging.getLogger("ckpt")
 
@@ -63,7 +66,7 @@ class SignsOfManager:
 
     def begin_save(self) -> SignsOfSave:
         """See `ChunkExtension.begin_save`."""
-        return SignsOfSave(self._place, FrozenLeaves(self._frozen), self._kernels)
+        return SignsOfSave(self._place, self._frozen, self._kernels)
 
     def merged(self, entries: Mapping[str, ItemEntry]) -> None:
         """Warn of leaves of which processes should hold the same values, and do not."""
@@ -94,47 +97,54 @@ class SignsOfManager:
         await self._kernels.compile_wanted(goes_on)
 
 
-class SignsOfSave:
+class SignsOfSave(Struct):
     """The vital signs of one save."""
 
-    def __init__(self, place: SignsPlace, frozen: FrozenLeaves, kernels: Kernels) -> None:
-        self._place = place
-        self._frozen = frozen
-        self._kernels = kernels
+    _place: SignsPlace
+    _frozen: tuple[Pattern, ...]
+    _kernels: Kernels
+    # The leaf paths of the items so far, if there are patterns that are to cover some.
+    _paths: list[str] = []
 
     def of_item(self, item: str, nodes: Sequence[Node], names: Sequence[str]) -> SignsOfItem:
         """See `NotesOfSave.of_item`."""
         frozen: Sequence[int] = ()
-        if self._frozen.patterns:
-            frozen = self._frozen.numbers(unboxed_names(nodes, names))
+        if self._frozen:
+            paths = unboxed_names(nodes, names)
+            self._paths += paths
+            frozen = covered(self._frozen, tuple(paths))
         return SignsOfItem(item, self._place, frozen, self._kernels)
 
     def check_items(self) -> None:
-        """Check that every pattern of frozen leaves covers one; see `FrozenLeaves.check_used`."""
-        self._frozen.check_used()
+        """Check that every pattern of frozen leaves covers a leaf of the save.
+
+        Raises:
+            InvalidArgumentError: A pattern does not; suggests the path that was probably meant.
+        """
+        for pattern in self._frozen:
+            if not any(pattern.covers(path) for path in self._paths):
+                raise InvalidArgumentError(
+                    f"frozen: {pattern.text!r:.80} covers no leaf"
+                    f"{near_miss(pattern.text, self._paths)}"
+                )
 
 
-class SignsOfItem:
+class SignsOfItem(Struct):
     """The vital signs of one item of a save.
 
     Attributes:
         none: Notes on no chunk.
     """
 
+    _item: str
+    _place: SignsPlace
+    _frozen: Sequence[int]
+    _kernels: Kernels
+    _plans: Sequence[LeafPlan] = ()
+    _pass: DevicePass = field(default_factory=lambda: DevicePass({}))
+    # Leaves whose replicas an earlier save has compared, so devices need not compare them again.
+    _unseen: list[int] = []
     none: ChunkNotes = _NONE
-
-    def __init__(
-        self, item: str, place: SignsPlace, frozen: Sequence[int], kernels: Kernels
-    ) -> None:
-        self._item = item
-        self._place = place
-        self._frozen = frozen
-        self._kernels = kernels
-        self._plans: Sequence[LeafPlan] = ()
-        self._pass = DevicePass({})
-        # Leaves whose replicas an earlier save has compared, so devices need not compare them
-        # again.
-        self._unseen: list[int] = []
 
     def unchanged(
         self,
@@ -202,10 +212,9 @@ class SignsOfItem:
         if changed:
             names = [repr(self._plans[number].name) for number in changed]
             logger.warning(
-                "item %r: frozen leaves have changed, and were written: %s%s",
+                "item %r: frozen leaves have changed, and were written: %s",
                 self._item,
-                ", ".join(names[:_NAMED]),
-                f", and {len(names) - _NAMED} more" if len(names) > _NAMED else "",
+                first_names(names),
             )
 
 
