@@ -6,6 +6,8 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 
+from ckpt.cli.text import takes
+
 _MOST, _USUAL = 40, 80
 
 
@@ -21,16 +23,8 @@ def bars(rows: Sequence[tuple[str, int]]) -> Iterator[str]:
     numbers = max(map(len, texts), default=0)
     room = max(min(line_width() - labels - numbers - 4, _MOST), 1)
     most = max((count for _, count in rows), default=0) or 1
-    mark = _mark()
+    mark = "█" if takes(sys.stdout, "█") else "#"
     for (label, count), text in zip(rows, texts, strict=True):
         # A count above 0 has a visible bar.
         length = max(round(count / most * room), 1) if count else 0
         yield f"{label:>{labels}}  {text:>{numbers}}  {mark * length}".rstrip()
-
-
-def _mark() -> str:
-    try:
-        "█".encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return "#"
-    return "█"

@@ -18,7 +18,7 @@ from rich.cells import cell_len, set_cell_size
 
 from ckpt._events import Event
 from ckpt.cli.output import hide_line, printable, show_line
-from ckpt.cli.text import format_bytes
+from ckpt.cli.text import format_bytes, takes
 
 # Shorter work shows nothing, since a line would only flicker; and the pause between two drawings.
 _DELAY_SECONDS, _PAUSE_SECONDS = 0.3, 0.1
@@ -106,17 +106,9 @@ def _is_terminal() -> bool:
 
 
 def _bar(share: float, width: int) -> str:
-    done, rest = ("━", "─") if _shows("━─") else ("#", "-")
+    done, rest = ("━", "─") if takes(sys.stderr, "━─") else ("#", "-")
     filled = int(share * width)
     return done * filled + rest * (width - filled)
-
-
-def _shows(text: str) -> bool:
-    try:
-        text.encode(sys.stderr.encoding or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _fitted(text: str, width: int) -> str:

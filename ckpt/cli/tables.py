@@ -13,6 +13,7 @@ import click
 from rich.cells import cell_len, set_cell_size
 
 from ckpt.cli.output import printable
+from ckpt.cli.text import takes
 
 _GAP = "  "
 _LEAST_WIDTH = 6
@@ -75,14 +76,7 @@ def _shrunk(widths: Sequence[int], limit: int) -> list[int]:
 def _fitted(text: str, width: int, at_end: bool) -> str:
     length = cell_len(text)
     if length > width:
-        return set_cell_size(text, max(width - 1, 0)) + _ellipsis()
+        ellipsis = "…" if takes(sys.stdout, "…") else "~"
+        return set_cell_size(text, max(width - 1, 0)) + ellipsis
     space = " " * (width - length)
     return space + text if at_end else text + space
-
-
-def _ellipsis() -> str:
-    try:
-        "…".encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return "~"
-    return "…"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TextIO
+
 from ckpt._tree.table import format_bytes as format_bytes
 
 _UNITS = ((86_400 * 365.25, "y"), (86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -25,3 +27,12 @@ def count_text(number: int, noun: str, plural: str | None = None) -> str:
 def metric_text(value: float | None) -> str:
     """Return a metric as text; None means that it is not finite."""
     return "not finite" if value is None else f"{value:.6g}"
+
+
+def takes(stream: TextIO, text: str) -> bool:
+    """Return True if the encoding of a stream has all characters of a text."""
+    try:
+        text.encode(stream.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
