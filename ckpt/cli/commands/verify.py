@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 import click
+import msgspec
 from msgspec import Struct
 
 from ckpt.cli import exit_status, options
@@ -184,7 +185,7 @@ def _part(found: Verification) -> str:
 
 
 def _record(found: Verification, deep: bool, seed: int | None) -> _Verified:
-    steps = [_step(report) for report in found.reports]
+    steps = [msgspec.convert(each, _Step, from_attributes=True) for each in found.reports]
     return _Verified(
         found.path,
         found.ok,
@@ -197,21 +198,4 @@ def _record(found: Verification, deep: bool, seed: int | None) -> _Verified:
         seed,
         steps,
         found.skipped,
-    )
-
-
-def _step(report: VerifyReport) -> _Step:
-    return _Step(
-        report.path,
-        report.step,
-        report.ok,
-        [_Problem(each.file, each.item, each.leaf, each.message) for each in report.problems],
-        report.files,
-        report.unread_files,
-        report.nbytes,
-        report.unread_nbytes,
-        report.seconds,
-        report.first_digests,
-        report.without_digests,
-        list(report.unlisted),
     )
