@@ -65,9 +65,7 @@ def _view(found: Divergence) -> Iterator[str]:
             yield click.style(NORMS, dim=True)
     yield click.style(printable(_summary(found)), dim=True)
     if not found.in_order:
-        yield click.style(
-            "the others are taken to be like their neighbours; see --in-order", dim=True
-        )
+        yield click.style(_ASSUMPTION, dim=True)
 
 
 def _step(step: int | None) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 import click
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ckpt._inspection.locations import (
     Checkpoint,
@@ -22,7 +22,7 @@ from ckpt._inspection.locations import (
 )
 from ckpt._redaction import redact
 from ckpt.cli import exit_status, options
-from ckpt.cli.output import note, printable, show_json, show_lines
+from ckpt.cli.output import note, printable, show, show_lines
 from ckpt.cli.progress import ProgressLine, progress
 from ckpt.cli.text import count_text, format_bytes
 from ckpt.errors import (
@@ -108,29 +108,18 @@ def cp(
     with progress("copy") as line:
         work = _Copy(source, target, rules, line, as_json)
         copied = work.follow(until) if follow else work.once()
-    if as_json:
-        show_json(copied)
-    else:
-        show_lines(_summary(copied))
+    show(copied, _summary, as_json=as_json)
     return exit_status.OK if copied.ok else exit_status.FOUND
 
 
-class _Copy:
-    def __init__(
-        self,
-        source: str,
-        target: str,
-        rules: CopyRules,
-        line: ProgressLine,
-        as_json: bool,
-    ) -> None:
-        self._source = source
-        self._target = target
-        self._rules = rules
-        self._line = line
-        self._as_json = as_json
-        # Messages about all steps that were shown already, since they are shown once.
-        self._said: set[str] = set()
+class _Copy(Struct):
+    _source: str
+    _target: str
+    _rules: CopyRules
+    _line: ProgressLine
+    _as_json: bool
+    # Messages about all steps that were shown already, since they are shown once.
+    _said: set[str] = field(default_factory=set)
 
     def once(self) -> _Copied:
         """Copy the existing steps."""

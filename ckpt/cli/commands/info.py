@@ -24,11 +24,7 @@ _MOST_NAMED = 5
 @options.as_json
 def info(path: str, as_json: bool) -> None:
     """Describe one checkpoint: who wrote it and when, its items, metrics and metadata."""
-    show(anyio.run(_summary, path), _view, as_json=as_json)
-
-
-async def _summary(path: str) -> CheckpointSummary:
-    return summarize(await checkpoint_at(path))
+    show(summarize(anyio.run(checkpoint_at, path)), _view, as_json=as_json)
 
 
 def _view(found: CheckpointSummary) -> Iterator[str]:
