@@ -82,7 +82,7 @@ def explain_restore(
         _wanted_item(name, entry, chosen[name], placements) for name, entry in entries.items()
     ]
     with located(step=manifest.step):
-        refuse(placements.problems())
+        refuse(placements.problems)
         capacity = Staging(budget).effective_budget
         volume = ReadVolume(
             wanted,

@@ -74,15 +74,16 @@ class Placements(Protocol):
     def of(self, item: str, path: str, leaf: LeafEntry) -> HeldParts:
         """Return the part of an array that each process would hold."""
 
+    @property
     def problems(self) -> Sequence[str]:
-        """Return the arrays that cannot be placed, with reasons."""
+        """The arrays so far that cannot be placed, with reasons."""
 
     def notes(self) -> list[str]:
         """Return the assumptions about the arrays so far, as sentences."""
 
 
 class AsSaved:
-    """Places arrays as they were saved, in a job like the one that saved them."""
+    """Places arrays as they were saved, in a job like the one that saved them; a `Placements`."""
 
     keeps_identity = True
 
@@ -101,7 +102,7 @@ class AsSaved:
         self._entries = entries
         self._grids = {key: self._grid(entry) for key, entry in entries.items()}
         self._lost: list[str] = []
-        self._problems: list[str] = []
+        self.problems: list[str] = []
         self._known: dict[tuple[str, int, Shape], HeldParts] = {}
         self._wholes: dict[tuple[Shape, bool], HeldParts] = {}
 
@@ -129,7 +130,7 @@ class AsSaved:
             return self._known[key]
         reason = spec_problem(shape, spec, grid.axes)
         if reason is not None:
-            self._problems.append(f"{path}: {reason}")
+            self.problems.append(f"{path}: {reason}")
             return self._whole(shape, True)
         held = grid.held(shape, spec)
         # An array saved by one process is restored on every process's local devices.
@@ -143,10 +144,6 @@ class AsSaved:
         if key not in self._wholes:
             self._wholes[key] = HeldParts([everything(shape)] * self._processes, on_devices)
         return self._wholes[key]
-
-    def problems(self) -> Sequence[str]:
-        """Return the arrays that cannot be placed, with reasons."""
-        return self._problems
 
     def notes(self) -> list[str]:
         """Return the assumptions about the arrays so far, as sentences."""
@@ -216,7 +213,7 @@ class OnMesh:
         self._chosen = _chosen(mesh, list(paths))
         self._unknown_axes: Counter[str] = Counter()
         self._other: list[str] = []
-        self._problems: list[str] = []
+        self.problems: list[str] = []
         self._known: dict[tuple[Shape, Spec | None], HeldParts] = {}
 
     @property
@@ -232,7 +229,7 @@ class OnMesh:
             spec = self._kept(path, stored)
         reason = None if spec is None else spec_problem(shape, spec, self._grid.axes)
         if reason is not None:
-            self._problems.append(f"{path}: {reason}")
+            self.problems.append(f"{path}: {reason}")
             spec = None
         if (shape, spec) not in self._known:
             self._known[shape, spec] = self._held(shape, spec)
@@ -244,10 +241,6 @@ class OnMesh:
         held = self._grid.held(shape, spec)
         parts = [held[number] for number in range(self._processes)]
         return HeldParts(parts, True)
-
-    def problems(self) -> Sequence[str]:
-        """Return the arrays that cannot be placed, with reasons."""
-        return self._problems
 
     def notes(self) -> list[str]:
         """Return the assumptions about the arrays so far, as sentences."""
