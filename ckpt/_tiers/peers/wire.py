@@ -8,8 +8,8 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager, closing
 from typing import TypeVar
 
 import anyio
@@ -23,6 +23,7 @@ SILENCE_SECONDS = 30.0
 _PIECE = 1 << 16
 # Bytes to transfer before yielding to other tasks.
 _TURN_BYTES = 1 << 20
+_NOT_TAKEN = "has taken nothing for"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -55,7 +56,7 @@ class Wire:
             try:
                 left = left[self._socket.send(left) :]
             except BlockingIOError:
-                await self._writable()
+                await _in_time(anyio.wait_writable(self._socket), _NOT_TAKEN)
             except OSError as error:
                 raise _unreachable_error(error) from error
 
@@ -71,7 +72,7 @@ class Wire:
             try:
                 sent = os.sendfile(self._socket.fileno(), fd, offset, most)
             except BlockingIOError:
-                await self._writable()
+                await _in_time(anyio.wait_writable(self._socket), _NOT_TAKEN)
                 continue
             except OSError as error:
                 raise _unreachable_error(error) from error
@@ -142,21 +143,17 @@ class Wire:
             try:
                 return self._socket.recv_into(target)
             except BlockingIOError:
-                await self._readable()
+                await _in_time(anyio.wait_readable(self._socket), "was silent for")
             except OSError as error:
                 raise _unreachable_error(error) from error
 
-    async def _readable(self) -> None:
-        with anyio.move_on_after(SILENCE_SECONDS) as scope:
-            await anyio.wait_readable(self._socket)
-        if scope.cancelled_caught:
-            raise WireError(f"was silent for {SILENCE_SECONDS:.0f} s")
 
-    async def _writable(self) -> None:
-        with anyio.move_on_after(SILENCE_SECONDS) as scope:
-            await anyio.wait_writable(self._socket)
-        if scope.cancelled_caught:
-            raise WireError(f"has taken nothing for {SILENCE_SECONDS:.0f} s")
+async def _in_time(event: Awaitable[None], problem: str) -> None:
+    """Wait for an event of a socket; if it takes too long, raise an error with the time limit."""
+    with anyio.move_on_after(SILENCE_SECONDS) as scope:
+        await event
+    if scope.cancelled_caught:
+        raise WireError(f"{problem} {SILENCE_SECONDS:.0f} s")
 
 
 @asynccontextmanager
@@ -166,11 +163,8 @@ async def connected(host: str, port: int) -> AsyncIterator[Wire]:
     Raises:
         WireError: The agent cannot be reached.
     """
-    wire = Wire(await _connect(host, port))
-    try:
+    with closing(Wire(await _connect(host, port))) as wire:
         yield wire
-    finally:
-        wire.close()
 
 
 async def _connect(host: str, port: int) -> socket.socket:
@@ -183,10 +177,7 @@ async def _connect(host: str, port: int) -> socket.socket:
     try:
         code = connection.connect_ex(place)
         if code == errno.EINPROGRESS:
-            with anyio.move_on_after(SILENCE_SECONDS) as scope:
-                await anyio.wait_writable(connection)
-            if scope.cancelled_caught:
-                raise WireError(f"does not answer within {SILENCE_SECONDS:.0f} s")
+            await _in_time(anyio.wait_writable(connection), "does not answer within")
             code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise WireError(f"cannot be reached: {os.strerror(code)}")
