@@ -47,13 +47,13 @@ class _TensorFile(Struct, frozen=True, eq=False):
     Attributes:
         name: Its name; empty if it is the only one.
         header: All bytes before the first array.
-        places: The arrays, each with the offset of its first byte.
+        places: The arrays by name, each with the offset of its first byte behind the header.
         size: Bytes of the file.
     """
 
     name: str
     header: bytes
-    places: Sequence[tuple[ExportedArray, int]]
+    places: Mapping[str, tuple[ExportedArray, int]]
     size: int
 
 
@@ -116,9 +116,9 @@ async def _write(file: _TensorFile, path: Path, at_once: int) -> None:
 def _pieces(file: _TensorFile, made: LargeFile) -> Iterator[Callable[[Bytes], None]]:
     header = np.frombuffer(file.header, np.uint8)
     yield lambda scratch: made.write(header, 0, scratch)
-    for tensor, start in file.places:
+    for tensor, start in file.places.values():
         for region in pieces_of(tensor.spec):
-            yield partial(_copy, tensor, region, made, start)
+            yield partial(_copy, tensor, region, made, len(header) + start)
 
 
 def _copy(
@@ -131,7 +131,7 @@ def _copy(
 def _planned(tensors: Sequence[ExportedArray], options: Safetensors) -> list[_TensorFile]:
     named = _name_tensors(tensors, options.names)
     # Largest elements first, so that no array needs padding in front of it.
-    order = sorted(named, key=lambda name: (-_itemsize(named[name]), name))
+    order = sorted(named, key=lambda name: (-DTYPES[named[name].spec.dtype or ""].itemsize, name))
     groups: list[list[str]] = [[]]
     filled = 0
     for name in order:
@@ -146,10 +146,6 @@ def _planned(tensors: Sequence[ExportedArray], options: Safetensors) -> list[_Te
         _file(_name_of(number, total), {name: named[name] for name in group}, options)
         for number, group in enumerate(groups)
     ]
-
-
-def _itemsize(tensor: ExportedArray) -> int:
-    return DTYPES[tensor.spec.dtype or ""].itemsize
 
 
 def _name_of(number: int, total: int) -> str:
@@ -185,7 +181,7 @@ def _file(name: str, tensors: Mapping[str, ExportedArray], options: Safetensors)
     metadata = dict(_PYTORCH if options.metadata is None else options.metadata)
     members: dict[str, object] = {_METADATA: metadata} if metadata else {}
     begin = 0
-    begins = []
+    places = {}
     for each, tensor in tensors.items():
         spec = tensor.spec
         members[each] = {
@@ -193,7 +189,7 @@ def _file(name: str, tensors: Mapping[str, ExportedArray], options: Safetensors)
             "shape": list(spec.shape),
             "data_offsets": [begin, begin + spec.nbytes],
         }
-        begins.append(begin)
+        places[each] = tensor, begin
         begin += spec.nbytes
     text = json.dumps(members, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -203,18 +199,12 @@ def _file(name: str, tensors: Mapping[str, ExportedArray], options: Safetensors)
             f"{MOST_HEADER_BYTES}: write several, with Safetensors(file_bytes=...)"
         )
     header = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    places = [
-        (tensor, len(header) + at) for tensor, at in zip(tensors.values(), begins, strict=True)
-    ]
     return _TensorFile(name, header, places, len(header) + begin)
 
 
 def _write_index(files: Sequence[_TensorFile], target: Path) -> None:
-    listed: dict[str, str] = {}
-    for file in files:
-        names = json.loads(file.header[LENGTH_BYTES:])
-        listed |= {name: file.name for name in names if name != _METADATA}
-    nbytes = sum(tensor.spec.nbytes for file in files for tensor, _ in file.places)
+    listed = {name: file.name for file in files for name in file.places}
+    nbytes = sum(tensor.spec.nbytes for file in files for tensor, _ in file.places.values())
     index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(listed.items()))}
     data = json.dumps(index, indent=2, ensure_ascii=False).encode()
     with LargeFile(target / INDEX, len(data)) as made:
