@@ -55,11 +55,7 @@ def planned_tree(entry: ItemEntry) -> PlannedTree:
         spec = like.spec
         if number in table.same_as:
             spec = replace(spec, same_as=table.same_as[number])
-        leaves.append(
-            LeafPlan(
-                name, spec, like.chunk, like.grid, like.packed, like.metadata, like.compression
-            )
-        )
+        leaves.append(replace(like, name=name, spec=spec))
         values.append(value)
     return PlannedTree(entry.nodes, leaves, values)
 
