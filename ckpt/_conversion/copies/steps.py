@@ -16,7 +16,6 @@ from ckpt._conversion.copies.selection import Selection, nothing_selected, selec
 from ckpt._conversion.copies.step_copy import CopyProgress, StepCopier, others_in
 from ckpt._conversion.copies.step_location import StepLocation, copied_meanwhile, presence_of
 from ckpt._format.manifest import Manifest
-from ckpt._format.manifest_head import save_id
 from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import PinLease, hold, pin, pins, refuse_pinned
 from ckpt._steps.root_metadata import read_root_metadata, write_root_metadata
@@ -77,7 +76,6 @@ class CopiedStep(Struct, frozen=True):
         left_out: Its unselected parts, for people.
         is_reshaped: True if containers have become dicts, since they lost some of their children.
         reason: Reason why it was not copied, or None.
-        save: Its `save_id`; empty if it could not be read.
     """
 
     step: int | None
@@ -89,7 +87,6 @@ class CopiedStep(Struct, frozen=True):
     left_out: Sequence[str] = ()
     is_reshaped: bool = False
     reason: str | None = None
-    save: str = ""
 
 
 Told = Callable[[CopiedStep], None]
@@ -272,6 +269,7 @@ async def copy_step(
     target: StepLocation,
     rules: CopyRules,
     progress: CopyProgress,
+    on_read: Callable[[Manifest], None] = lambda _: None,
 ) -> CopiedStep:
     """Copy one step, or return why it was not copied, while a lease keeps it from being deleted.
 
@@ -282,6 +280,7 @@ async def copy_step(
         target: The place of the copy.
         rules: The rules of the copy.
         progress: Receives the events of a copy that is written anew.
+        on_read: Called with the manifest of the step.
 
     Raises:
         InvalidArgumentError: The step would be copied to itself.
@@ -291,10 +290,10 @@ async def copy_step(
     """
     if source.location == target.location:
         refuse_same(source.storage, target.storage)
-    where, save = target.location, ""
+    where = target.location
     try:
         async with _held(source, step) as manifest:
-            save = save_id(manifest.save, manifest.created_ns)
+            on_read(manifest)
             selection = selected(manifest, rules.select)
             if selection is None:
                 return CopiedStep(step, where, "unselected", reason="nothing of it is selected")
@@ -307,7 +306,6 @@ async def copy_step(
                 others=await others_in(source, manifest),
                 left_out=selection.left_out,
                 is_reshaped=selection.is_reshaped,
-                save=save,
             )
             found = await presence_of(wanted, target, whole=anew, deep=rules.verify)
             if found == "same":
@@ -337,11 +335,11 @@ async def copy_step(
             return replace(copied, nbytes=nbytes)
     except (StepNotFoundError, StepDeletedError):
         reason = f"{source.location} was deleted before it was copied"
-        return CopiedStep(step, where, "deleted", reason=reason, save=save)
+        return CopiedStep(step, where, "deleted", reason=reason)
     except (CorruptCheckpointError, UnsupportedFormatError) as error:
-        return CopiedStep(step, where, "damaged", reason=error.message, save=save)
+        return CopiedStep(step, where, "damaged", reason=error.message)
     except StepExistsError as error:
-        return CopiedStep(step, where, "blocked", reason=error.message, save=save)
+        return CopiedStep(step, where, "blocked", reason=error.message)
 
 
 async def _replaces_older(manifest: Manifest, target: StepLocation) -> bool:

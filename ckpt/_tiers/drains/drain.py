@@ -18,6 +18,8 @@ from ckpt._conversion.copies.step_copy import Pace, StepCopier, at_once
 from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._conversion.copies.steps import CopyRules, copy_pins, copy_step
 from ckpt._events import Event
+from ckpt._format.manifest import Manifest
+from ckpt._format.manifest_head import save_id
 from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt.errors import StepNotFoundError
 from ckpt.step_names import Standard, StepNames
@@ -94,10 +96,14 @@ async def drain_step(
     began = time.perf_counter()
     moved = ByteCounter()
     copier = StepCopier(moved, pace=pace, goes_on=True)
+    rules, save = CopyRules(replaces_older=True), ""
+
+    def on_read(manifest: Manifest) -> None:
+        nonlocal save
+        save = save_id(manifest.save, manifest.created_ns)
+
     try:
-        copied = await copy_step(
-            copier, source, step, target, CopyRules(replaces_older=True), moved
-        )
+        copied = await copy_step(copier, source, step, target, rules, moved, on_read)
     finally:
         copier.close()
     if copied.outcome in ("copied", "there"):
@@ -106,7 +112,7 @@ async def drain_step(
             await copy_pins(source.storage, step, target)
     seconds = max(time.perf_counter() - began, 0.0)
     assert copied.outcome != "unselected"
-    return DrainResult(step, copied.outcome, moved.nbytes, seconds, copied.reason, copied.save)
+    return DrainResult(step, copied.outcome, moved.nbytes, seconds, copied.reason, save)
 
 
 async def missing(
