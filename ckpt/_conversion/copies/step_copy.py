@@ -58,14 +58,17 @@ class CopyProgress(Protocol):
         """Receive an event of the save that writes a step anew."""
 
 
-class NullProgress:
-    """Ignores the progress of a copy."""
+class ByteCounter:
+    """Counts the bytes of a copy, in `nbytes`."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
 
     def expect(self, nbytes: int) -> None:
         """Do nothing."""
 
     def move(self, nbytes: int) -> None:
-        """Do nothing."""
+        self.nbytes += nbytes
 
     def __call__(self, event: Event) -> None:
         """Do nothing."""
@@ -100,7 +103,11 @@ class _NewFiles(Struct, frozen=True):
 
 
 class StepCopier:
-    """Copies steps, one at a time; closing it frees its memory."""
+    """Copies steps, one at a time; closing it frees its memory.
+
+    Attributes:
+        progress: Receives the progress.
+    """
 
     def __init__(
         self, progress: CopyProgress, *, pace: Pace = at_once, goes_on: bool = False
@@ -113,7 +120,7 @@ class StepCopier:
             goes_on: True to let a failed or cancelled copy leave its files to the next copy of the
                 same step, if the storage supports it. The caller must sweep the target in the end.
         """
-        self._progress = progress
+        self.progress: CopyProgress = progress
         self._pace = pace
         self._goes_on = goes_on
         self._regions = [map_memory(_PIECE_BYTES) for _ in range(_LANES)]
@@ -182,7 +189,7 @@ class StepCopier:
                     "replace" if overwrite else "error",
                 ),
             )
-            self._progress.expect(nbytes)
+            self.progress.expect(nbytes)
             async with while_read(source.storage, source.name, manifest):
                 with located(step=manifest.step):
                     await republish(
@@ -354,7 +361,7 @@ class StepCopier:
                 await target.write_part(attempt, path, start, piece, is_last=is_last)
             else:
                 await target.write_block(attempt, path, piece)
-            self._progress.move(len(piece))
+            self.progress.move(len(piece))
             start = end
             if start == file.size:
                 return

@@ -140,17 +140,14 @@ async def copy_steps(
         if metadata:
             await write_root_metadata(target, metadata)
     done = []
-    copier = StepCopier(progress)
-    try:
+    with contextlib.closing(StepCopier(progress)) as copier:
         for step, name in work.steps.items():
             source, place = StepLocation(work.storage, name), StepLocation(target, name)
-            copied = await copy_step(copier, source, step, place, rules, progress)
+            copied = await copy_step(copier, source, step, place, rules)
             if copied.outcome in ("copied", "there"):
                 await copy_pins(work.storage, step, place)
             told(copied)
             done.append(copied)
-    finally:
-        copier.close()
     return done
 
 
@@ -177,11 +174,8 @@ async def copy_checkpoint(
     if rules.overwrite and step is not None and source.name == target.name:
         work = StepsToCopy(source.storage, {step: source.name}, target.storage)
         await _refuse_pinned(work, rules)
-    copier = StepCopier(progress)
-    try:
-        copied = await copy_step(copier, source, step, target, rules, progress)
-    finally:
-        copier.close()
+    with contextlib.closing(StepCopier(progress)) as copier:
+        copied = await copy_step(copier, source, step, target, rules)
     error = {
         "damaged": CorruptCheckpointError,
         "deleted": StepDeletedError,
@@ -268,7 +262,6 @@ async def copy_step(
     step: int | None,
     target: StepLocation,
     rules: CopyRules,
-    progress: CopyProgress,
     on_read: Callable[[Manifest], None] = lambda _: None,
 ) -> CopiedStep:
     """Copy one step, or return why it was not copied, while a lease keeps it from being deleted.
@@ -279,7 +272,6 @@ async def copy_step(
         step: Its number; None for a one-shot checkpoint.
         target: The place of the copy.
         rules: The rules of the copy.
-        progress: Receives the events of a copy that is written anew.
         on_read: Called with the manifest of the step.
 
     Raises:
@@ -323,7 +315,7 @@ async def copy_step(
                     from ckpt._conversion.copies.rewritten_copy import write_anew
 
                     nbytes = await write_anew(
-                        source, wanted, target, overwrite=replaces, observers=(progress,)
+                        source, wanted, target, overwrite=replaces, observers=(copier.progress,)
                     )
                 else:
                     nbytes = await copier.copy(

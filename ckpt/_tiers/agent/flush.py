@@ -12,8 +12,8 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckpt._conversion.copies.selection import Selection, selected
-from ckpt._conversion.copies.step_copy import NullProgress, StepCopier
+from ckpt._conversion.copies.selection import Selection, everything, selected
+from ckpt._conversion.copies.step_copy import ByteCounter, StepCopier
 from ckpt._conversion.copies.step_location import StepLocation, is_copy
 from ckpt._format.history import DroppedItem
 from ckpt._format.manifest import Manifest
@@ -120,20 +120,17 @@ async def _write(source: StepLocation, target: StepLocation, budget: FlushBudget
     if found is not None and is_copy(manifest, found):
         return FlushResult(0)
     has_part = found is not None and _is_part(manifest, found)
-    whole = selected(manifest, ())
-    assert whole is not None
-    copier = StepCopier(NullProgress())
-    try:
+    with contextlib.closing(StepCopier(ByteCounter())) as copier:
         part = None if has_part else _items_in_time(manifest, budget)
         nbytes = 0
         if part is not None:
             nbytes = await copier.copy(source, manifest, part, target, overwrite=False)
         # Write the rest, too, if the host lives longer than announced.
         is_replaced = has_part or part is not None
-        nbytes += await copier.copy(source, manifest, whole, target, overwrite=is_replaced)
+        nbytes += await copier.copy(
+            source, manifest, everything(manifest), target, overwrite=is_replaced
+        )
         return FlushResult(0, nbytes=nbytes)
-    finally:
-        copier.close()
 
 
 def _is_part(manifest: Manifest, found: Manifest) -> bool:

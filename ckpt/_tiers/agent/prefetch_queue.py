@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
 import anyio
 from anyio.abc import TaskGroup
 
-from ckpt._conversion.copies.step_copy import NullProgress, StepCopier
+from ckpt._conversion.copies.step_copy import ByteCounter, StepCopier
 from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._conversion.copies.steps import CopyRules, copy_step
 from ckpt._tiers.agent.messages import (
@@ -69,9 +70,7 @@ class PrefetchQueue:
         source = open_root(place_of_json(self._legs[fetch.place - 1].target))
         target = open_root(place_of_json(self._legs[0].source))
         await target.prepare()
-        progress = NullProgress()
-        copier = StepCopier(progress)
-        try:
+        with contextlib.closing(StepCopier(ByteCounter())) as copier:
             copied = await copy_step(
                 copier,
                 StepLocation(source, fetch.step_dir),
@@ -79,9 +78,6 @@ class PrefetchQueue:
                 StepLocation(target, fetch.step_dir),
                 # Only an existing step is compared with jax, whose import takes a moment.
                 CopyRules(verify=True),
-                progress,
             )
-        finally:
-            copier.close()
         seconds = time.monotonic() - began
         return StepFetchResult(fetch, copied.outcome, copied.nbytes, seconds, copied.reason or "")

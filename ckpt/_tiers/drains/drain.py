@@ -14,10 +14,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from ckpt._conversion.copies.step_copy import Pace, StepCopier, at_once
+from ckpt._conversion.copies.step_copy import ByteCounter, Pace, StepCopier, at_once
 from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._conversion.copies.steps import CopyRules, copy_pins, copy_step
-from ckpt._events import Event
 from ckpt._format.manifest import Manifest
 from ckpt._format.manifest_head import save_id
 from ckpt._steps.index import IndexedStep, StepIndex
@@ -58,22 +57,6 @@ class DrainResult(Struct, frozen=True):
         return self.outcome in ("copied", "there")
 
 
-class ByteCounter:
-    """Counts the bytes of a copy, in `nbytes`."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    def expect(self, nbytes: int) -> None:
-        """Do nothing."""
-
-    def move(self, nbytes: int) -> None:
-        self.nbytes += nbytes
-
-    def __call__(self, event: Event) -> None:
-        """Do nothing."""
-
-
 async def drain_step(
     step: int, source: StepLocation, target: StepLocation, pace: Pace = at_once
 ) -> DrainResult:
@@ -95,17 +78,14 @@ async def drain_step(
     """
     began = time.perf_counter()
     moved = ByteCounter()
-    copier = StepCopier(moved, pace=pace, goes_on=True)
     rules, save = CopyRules(replaces_older=True), ""
 
     def on_read(manifest: Manifest) -> None:
         nonlocal save
         save = save_id(manifest.save, manifest.created_ns)
 
-    try:
-        copied = await copy_step(copier, source, step, target, rules, moved, on_read)
-    finally:
-        copier.close()
+    with contextlib.closing(StepCopier(moved, pace=pace, goes_on=True)) as copier:
+        copied = await copy_step(copier, source, step, target, rules, on_read)
     if copied.outcome in ("copied", "there"):
         # The retention of the target may have deleted the copy already.
         with contextlib.suppress(StepNotFoundError):

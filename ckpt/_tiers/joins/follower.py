@@ -6,15 +6,16 @@ attempts, and reports them. Then the step waits again, until the leader announce
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 
 import anyio
 from msgspec import Struct
 
-from ckpt._conversion.copies.step_copy import Pace, StepCopier
+from ckpt._conversion.copies.step_copy import ByteCounter, Pace, StepCopier
 from ckpt._conversion.copies.step_location import StepLocation
-from ckpt._tiers.drains.drain import ByteCounter, DrainResult
+from ckpt._tiers.drains.drain import DrainResult
 from ckpt._tiers.drains.drain_backlog import DrainBacklog
 from ckpt._tiers.drains.drainer import DrainRoute
 from ckpt._tiers.joins import join_notes as times
@@ -291,17 +292,14 @@ class Follower:
         moved: ByteCounter,
     ) -> bool:
         """Copy the files of a part; return False if the attempt ends before."""
-        copier = StepCopier(moved, pace=self._pace, goes_on=True)
         is_whole = False
         alive = self._note(part.manifest.save, join.attempt, "alive")
-        try:
+        with contextlib.closing(StepCopier(moved, pace=self._pace, goes_on=True)) as copier:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._sign, alive, tasks.cancel_scope)
                 await copier.copy_files(part.place, part.manifest, part.files, target, attempt)
                 is_whole = True
                 tasks.cancel_scope.cancel()
-        finally:
-            copier.close()
         return is_whole
 
     async def _sign(self, alive: PartNote, scope: anyio.CancelScope) -> None:

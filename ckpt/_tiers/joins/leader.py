@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import anyio
 from msgspec.structs import replace
 
-from ckpt._conversion.copies.step_copy import Pace, StepCopier, is_only_cut
+from ckpt._conversion.copies.step_copy import ByteCounter, Pace, StepCopier, is_only_cut
 from ckpt._conversion.copies.step_location import StepLocation, has_files
 from ckpt._conversion.copies.steps import copy_pins
 from ckpt._engine.save.republication import republish
@@ -24,7 +24,7 @@ from ckpt._format.manifest import Manifest, sizes
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
-from ckpt._tiers.drains.drain import ByteCounter, DrainResult, Outcome
+from ckpt._tiers.drains.drain import DrainResult, Outcome
 from ckpt._tiers.drains.drain_backlog import DrainBacklog
 from ckpt._tiers.drains.drainer import DrainRoute
 from ckpt._tiers.joins import join_notes as times
@@ -242,11 +242,8 @@ class Leader:
     async def _copy(
         self, part: JoinPart, target: StepLocation, attempt: Attempt, moved: ByteCounter
     ) -> None:
-        copier = StepCopier(moved, pace=self._pace, goes_on=True)
-        try:
+        with contextlib.closing(StepCopier(moved, pace=self._pace, goes_on=True)) as copier:
             await copier.copy_files(part.place, part.manifest, part.files, target, attempt)
-        finally:
-            copier.close()
 
     async def _sign(self, save: str, join: JoinInProgress) -> None:
         """Renew the sign of life of this agent until cancelled."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from ckpt._conversion.copies.selection import selected
-from ckpt._conversion.copies.step_copy import NullProgress, StepCopier
+import contextlib
+
+from ckpt._conversion.copies.selection import everything
+from ckpt._conversion.copies.step_copy import ByteCounter, StepCopier
 from ckpt._conversion.copies.step_location import ReadOnlyLocation, StepLocation, is_copy
 from ckpt._format.manifest import Manifest
 from ckpt._runtime.threads import run_in_thread
@@ -47,19 +49,14 @@ async def fetch_part(
         found = await _manifest_if_there(target, step_dir)
         if found is not None and await run_in_thread(is_copy, manifest, found):
             return 0
-        whole = selected(manifest, ())
-        assert whole is not None
-        copier = StepCopier(NullProgress())
-        try:
+        with contextlib.closing(StepCopier(ByteCounter())) as copier:
             return await copier.copy(
                 ReadOnlyLocation(remote, step_dir),
                 manifest,
-                whole,
+                everything(manifest),
                 StepLocation(target, step_dir),
                 overwrite=True,
             )
-        finally:
-            copier.close()
 
 
 async def _manifest_if_there(target: Storage, step_dir: str) -> Manifest | None:

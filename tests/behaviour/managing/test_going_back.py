@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 import ckpt
 import ckpt.sync
-from ckpt._conversion.copies.step_copy import NullProgress, StepCopier
+from ckpt._conversion.copies.step_copy import ByteCounter, StepCopier
 from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._conversion.copies.steps import CopiedStep, CopyRules, copy_step
 from ckpt._format.history import ReplacedSave
@@ -373,10 +373,10 @@ def test_a_copy_into_a_store_replaces_only_what_was_overwritten(
         made = replace(made, replaces=[ReplacedSave(there.created_ns, there.committed_ns, kind)])
         file.write_bytes(encode(made))
         source, target = (StepLocation(open_root(each), "4") for each in (tmp_path, store))
-        copier = StepCopier(NullProgress())
+        copier = StepCopier(ByteCounter())
         try:
             rules = CopyRules(replaces_older=True)
-            return await copy_step(copier, source, 4, target, rules, NullProgress())
+            return await copy_step(copier, source, 4, target, rules)
         finally:
             copier.close()
 
