@@ -25,7 +25,7 @@ from ckpt._tiers.agent.client import AgentClient
 from ckpt._tiers.agent.messages import AgentMessage, FlushResult, FolderClaimed, StepInRoot, ToAgent
 from ckpt._tiers.peer_replication import PeerReplication
 from ckpt._tiers.peers.parts import snapshots_in
-from ckpt._tiers.peers.replica_parts import remove_replicas
+from ckpt._tiers.peers.replica_parts import PRIVATE, remove_replicas
 from ckpt._tiers.settings import SharedMemory
 from ckpt._tiers.shared_folder import Found, SharedFolder
 from ckpt._tree.table import format_bytes
@@ -38,8 +38,6 @@ logger = logging.getLogger("ckpt")
 # Note with the id of the run in a root; a root that is removed and created anew is another run.
 _RUN_NOTE = ".ckpt-run/id"
 _MOST_BYTES = 256
-# Mode of the folder and of everything in it: memory is read by its owner alone.
-_PRIVATE = 0o700
 # Space to leave free in the file system, beside the snapshot.
 _SLACK_BYTES = 4 << 20
 
@@ -62,7 +60,7 @@ class MemoryRoot(LocalStorage):
             timeouts: Source of the duration of leases.
             process: Number of this process in its job, and number of processes.
         """
-        super().__init__(folder.steps, timeouts, mode=_PRIVATE)
+        super().__init__(folder.steps, timeouts, mode=PRIVATE)
         self._folder = folder
         self._run_root = root
         self._process = process

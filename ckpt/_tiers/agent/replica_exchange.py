@@ -133,10 +133,8 @@ class ReplicaExchange:
         place = own / STEPS if wanted.is_own else replica_root(own, wanted.part)
         if not wanted.is_own:
             # Remove first: memory is short.
-            kept = {(wanted.part, step) for step in (*wanted.keep, wanted.step)}
-            await remove_replicas(
-                own, lambda part, step: part == wanted.part and (part, step) not in kept
-            )
+            kept = {*wanted.keep, wanted.step}
+            await remove_replicas(own, lambda part, step: part == wanted.part and step not in kept)
         peer = Peer(wanted.process, wanted.host, wanted.port)
         return await fetch_part(
             peer,
