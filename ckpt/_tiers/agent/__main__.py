@@ -328,7 +328,7 @@ class SidecarAgent:
         elif isinstance(message, StepAtTier):
             await self._legs.add(message)
         elif isinstance(message, StepFetchRequest):
-            self._legs.fetch(message)
+            self._legs.fetches.start(message)
         elif isinstance(message, ListenRequest | PartFetchRequest | PartRemovalRequest):
             await self._peers.take(message)
         elif isinstance(message, CloseRequest):

@@ -14,7 +14,6 @@ from ckpt._tiers.agent.messages import (
     DrainAccepted,
     FromAgent,
     StepAtTier,
-    StepFetchRequest,
     TransferLeg,
     TransferResult,
     place_of_json,
@@ -29,14 +28,18 @@ from ckpt.storage._resolve import open_root
 
 
 class TransferChain:
-    """Drains the steps of all tiers; made by `open_chain`. Used on the agent's loop."""
+    """Drains the steps of all tiers; made by `open_chain`. Used on the agent's loop.
+
+    Attributes:
+        fetches: Copies steps back to the nearest tier.
+    """
 
     def __init__(
         self, legs: Sequence[TransferLeg], tell: Callable[[FromAgent], None], tasks: TaskGroup
     ) -> None:
         count = len(legs)
         self._tell = tell
-        self._fetches = PrefetchQueue(legs, tasks, tell)
+        self.fetches: PrefetchQueue = PrefetchQueue(legs, tasks, tell)
         self._drainers: list[Drainer] = []
         self._names = [StepNameTable() for _ in range(count)]
         # By tier, the newest step that the next place gets only at the end.
@@ -57,10 +60,6 @@ class TransferChain:
         kept = self._unwanted[step.leg]
         if kept is None or step.step >= kept.step:
             self._unwanted[step.leg] = step
-
-    def fetch(self, fetch: StepFetchRequest) -> None:
-        """Copy a step back to the nearest tier, and report the outcome."""
-        self._fetches.start(fetch)
 
     async def _request(self, step: StepAtTier) -> None:
         self._requested[step.leg][step.step] = step.save

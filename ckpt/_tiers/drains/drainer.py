@@ -89,7 +89,11 @@ MakeStrategy = Callable[[DrainRoute, Pace], TransferStrategy]
 
 
 class Drainer:
-    """Drains the requested steps; made by `draining`. Used on one event loop."""
+    """Drains the requested steps; made by `draining`. Used on one event loop.
+
+    Attributes:
+        leases: Hold the waiting steps.
+    """
 
     def __init__(
         self, route: DrainRoute, strategy: TransferStrategy, on_result: OnResult, most_waiting: int
@@ -98,7 +102,7 @@ class Drainer:
         self._strategy = strategy
         self._on_result = on_result
         self._backlog = DrainBacklog(most_waiting)
-        self._leases = DrainLeases(route.source)
+        self.leases: DrainLeases = DrainLeases(route.source)
         # By step, the save that was asked for last; empty if unknown.
         self._saves: dict[int, str] = {}
         # The step that is being drained, and its save.
@@ -142,7 +146,7 @@ class Drainer:
         name = self._route.names.name(step)
         if save and self._under_way == (step, save):
             return True
-        is_held = await self._leases.take(step, name)
+        is_held = await self.leases.take(step, name)
         await self._strategy.add(step, save)
         self._saves[step] = save
         if not is_held:
@@ -153,7 +157,7 @@ class Drainer:
         self._backlog.add(step)
         self._asked = _wake_all(self._asked)
         # A drain of the step may have ended meanwhile, and released it.
-        await self._leases.take(step, name)
+        await self.leases.take(step, name)
         await self._shorten()
         return True
 
@@ -199,14 +203,6 @@ class Drainer:
             self._backlog.end()
             await self._end(drained)
 
-    async def keep(self) -> None:
-        """Renew the leases of the waiting steps until cancelled."""
-        await self._leases.renew()
-
-    async def let_go(self) -> None:
-        """Release all steps, even when cancelled."""
-        await self._leases.drop_all()
-
     async def _drain_next(self) -> DrainResult | None:
         """Drain the next possible step; None if it must wait again, or if no step waits."""
         if not self._is_prepared:
@@ -238,7 +234,7 @@ class Drainer:
         if drained.step not in self._backlog:
             self._saves.pop(drained.step, None)
             # Release the step first: the receiver of the result tidies the root.
-            await self._leases.drop(drained.step)
+            await self.leases.drop(drained.step)
         self._on_result(drained)
         self._ending -= 1
         self._ended = _wake_all(self._ended)
@@ -334,11 +330,11 @@ async def draining(
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(drainer.work)
-                tasks.start_soon(drainer.keep)
+                tasks.start_soon(drainer.leases.renew)
                 yield drainer
                 tasks.cancel_scope.cancel()
         finally:
-            await drainer.let_go()
+            await drainer.leases.drop_all()
 
 
 def _wake_all(event: anyio.Event) -> anyio.Event:
