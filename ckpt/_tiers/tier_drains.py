@@ -179,7 +179,9 @@ class TierDrains:
         await run_in_thread(self._agent.start)
         self._agent.tell(self._noted(leg, number, save, wanted=wanted))
         if not wanted:
-            self._say_refused(leg, number)
+            with self._guard:
+                self._unheld[leg].discard(number)
+            self._end_waits(number, "the policy drain= of its tier does not want it there")
 
     def _waiting(self, leg: int) -> set[int]:
         """Return the steps that the next place is to get; called by the retention.
@@ -194,12 +196,6 @@ class TierDrains:
             return going.union(
                 self._unheld[leg], self._failed[leg], self._left, service.saves.joined
             )
-
-    def _say_refused(self, leg: int, number: int) -> None:
-        """End the waits for a step that stays at its tier."""
-        with self._guard:
-            self._unheld[leg].discard(number)
-        self._end_waits(number, "the policy drain= of its tier does not want it there")
 
     def undecided(self, number: int, error: CheckpointError) -> None:
         """End the waits for a step of the nearest tier after a failed decision."""
