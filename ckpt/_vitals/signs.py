@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,11 +16,8 @@ from ckpt._vitals.weights import CHANNELS, column_factors, row_factors
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class Taker(Protocol):
-    """Takes the bytes of a box, piece by piece."""
-
-    def __call__(self, data: memoryview, /) -> object:
-        """Take the next bytes."""
+# Takes the next bytes of a box.
+Taker = Callable[[memoryview], object]
 
 
 def box_signs(
