@@ -130,10 +130,8 @@ def _view(found: RestoreExplanation) -> Iterator[str]:
     if not found.arrays:
         return
     headers = ("process", "devices", "arrays", "read", "requests", "of a file")
-    rows = [
-        (_numbers(same), *cells)
-        for cells, same in groupby(found.processes, key=lambda each: _process_cells(each, found))
-    ]
+    same_cells = groupby(found.processes, key=_process_cells)
+    rows = [(_numbers(same), *cells) for cells, same in same_cells]
     yield ""
     yield from table(headers, rows, right=headers[1:])
     if found.leaves:
@@ -176,7 +174,7 @@ def _summary(found: RestoreExplanation) -> Iterator[str]:
         )
 
 
-def _process_cells(each: ProcessReads, found: RestoreExplanation) -> tuple[str, ...]:
+def _process_cells(each: ProcessReads) -> tuple[str, ...]:
     share = None if each.most_of is None else each.most_of.share
     return (
         str(each.devices),

@@ -25,7 +25,8 @@ def undelete(root: str, step: int | None, trash: str | None, as_json: bool) -> N
         show(anyio.run(trashed_steps, root, trash), _view, as_json=as_json)
     else:
         path = anyio.run(undelete_step, root, step, trash)
-        show({"step": step, "path": path}, _undeleted, as_json=as_json)
+        text = printable(f"undeleted: {path}")
+        show({"step": step, "path": path}, lambda _: [text], as_json=as_json)
 
 
 def _view(trashed: list[TrashedEntry]) -> Iterator[str]:
@@ -34,7 +35,3 @@ def _view(trashed: list[TrashedEntry]) -> Iterator[str]:
         return
     rows = [(str(each.step), age_text(each.age_seconds), each.path) for each in trashed]
     yield from table(("step", "deleted", "path"), rows, right=("step", "deleted"))
-
-
-def _undeleted(found: dict[str, object]) -> Iterator[str]:
-    yield printable(f"undeleted: {found['path']}")
