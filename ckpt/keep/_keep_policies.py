@@ -89,10 +89,7 @@ def check_keep_policy(policy: object) -> None:
 
 def _check_one(policy: object, what: str = "") -> None:
     hint = why_not_a_policy(
-        policy,
-        "keep",
-        several="Any",
-        other=("refusal", "this is a save policy: pass it as save_when="),
+        policy, "keep", other=("refusal", "this is a save policy: pass it as save_when=")
     )
     if hint is not None:
         raise InvalidArgumentError(

@@ -53,15 +53,12 @@ class SavedStep:
     custom_metadata: Any = None
 
 
-def why_not_a_policy(
-    policy: object, method: str, *, several: str, other: tuple[str, str]
-) -> str | None:
+def why_not_a_policy(policy: object, method: str, *, other: tuple[str, str]) -> str | None:
     """Return why something cannot be asked as a policy, or None if it can.
 
     Args:
         policy: An instance with the method, or a function; neither may be async.
         method: The method.
-        several: The class that combines several policies.
         other: A method of the other kind of policy, and where to pass that kind.
     """
     foreign, where = other
@@ -70,7 +67,7 @@ def why_not_a_policy(
     if isinstance(policy, type):
         return f"it is a class; pass an instance: {policy.__name__}(...)"
     if isinstance(policy, list | tuple | set | frozenset):
-        return f"pass several as {several}(first, second)"
+        return "pass several as Any(first, second)"
     function = getattr(policy, method, policy)
     if inspect.iscoroutinefunction(function):
         return "it is async, but policies answer at once"

@@ -84,10 +84,7 @@ def check_save_policy(policy: object) -> None:
         ```
     """
     hint = why_not_a_policy(
-        policy,
-        "refusal",
-        several="Any",
-        other=("keep", "this is a keep policy: pass it as keep="),
+        policy, "refusal", other=("keep", "this is a keep policy: pass it as keep=")
     )
     if hint is not None:
         raise InvalidArgumentError(
