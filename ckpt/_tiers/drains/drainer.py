@@ -194,7 +194,9 @@ class Drainer:
                 self._backlog.fail()
                 await self._shorten()
                 self._say_failing(error)
-                await self._pause()
+                # Not if somebody waits for the end.
+                with anyio.move_on_after(pause_after(self._failures)):
+                    await self._is_urgent.wait()
                 continue
             if drained is None:
                 self._backlog.put_back()
@@ -281,11 +283,6 @@ class Drainer:
             text = "steps can be copied %s again, after %d failures"
             logger.warning(text, self._route.description, self._failures)
         self._failures = 0
-
-    async def _pause(self) -> None:
-        """Wait before the next try, but not if somebody waits for the end."""
-        with anyio.move_on_after(pause_after(self._failures)):
-            await self._is_urgent.wait()
 
 
 @contextlib.asynccontextmanager
