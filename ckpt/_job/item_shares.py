@@ -35,7 +35,7 @@ class SharedItem:
     def __init__(self, name: str, group: ProcessGroup) -> None:
         self._name = name
         self._is_primary = group.index == 0
-        self.division = Division(group)
+        self.division: Division = Division(group)
 
     async def write_file(self, path: str, write: Write) -> None:
         """Write a file on the primary: all processes have the same one."""
@@ -67,7 +67,7 @@ class DiskItem:
 
     def __init__(self, name: str, group: ProcessGroup) -> None:
         self._name = name
-        self.division = Division(group)
+        self.division: Division = Division(group)
 
     async def write_file(self, path: str, write: Write) -> None:
         await write(path)

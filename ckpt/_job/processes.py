@@ -258,9 +258,13 @@ class SharedRoot(_SeveralProcesses):
             )
         return opened
 
-    # All processes see the same root, and the same steps in it.
-    on_step = _SeveralProcesses.on_primary
-    everywhere = _SeveralProcesses.on_primary
+    async def on_step(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
+        """Do the same as `on_primary`: all processes see the same steps."""
+        return await self.on_primary(kind, step, what, act)
+
+    async def everywhere(self, kind: str, step: int, what: str, act: Act) -> JsonValue:
+        """Do the same as `on_primary`: all processes see the same root."""
+        return await self.on_primary(kind, step, what, act)
 
     async def delete(self, kind: str, step: int, what: str, act: Act, idle: Do) -> JsonValue:
         """Return the result of `act` on the primary, which deletes for all.

@@ -29,7 +29,7 @@ JOBS = (
 )
 # Code lines of each room: no blank lines, no comments, no docstrings.
 LINES = {
-    "(jobs)": 3354,
+    "(jobs)": 3356,
     "(modules of the root)": 1550,
     "_api": 998,
     "_calls": 843,
