@@ -47,8 +47,8 @@ _EXPORTED = frozenset(
         *("float16", "float32", "float64", "complex64", "complex128"),
     }
 )
-# Small arrays are stacked if there are so many of one kind: with fewer, compiling costs more than
-# the first two saves gain. Programs copy these dtypes bit for bit, whether jax has 64 bits or not.
+# Small arrays are stacked if there are so many of one kind: with fewer, compiling would cost more
+# than the first save gains. Programs copy these dtypes bit for bit, whether jax has 64 bits or not.
 _LEAST_STACKED = 256
 _STACKED_DTYPES = frozenset({"float32", "bfloat16", "float16", "int32", "uint32"})
 # Several managers, each with threads of its own, may save one array.

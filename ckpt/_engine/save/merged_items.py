@@ -123,7 +123,7 @@ def entry_of(entry: ItemEntry, tree: PlannedTree, stored: ChunkTable) -> ItemEnt
     """
     found = fill_entry(entry, tree, stored)
     if stored.notes:
-        # Whoever notes nothing does not import this.
+        # Imported only where an extension has noted something.
         from ckpt.extensions import merge_notes
 
         for name, notes in stored.notes.items():

@@ -154,7 +154,7 @@ async def _deletable(place: StepPath) -> int | None:
         opened = None
     if opened is not None and opened.manifest.step is None:
         raise _single(place.location)
-    # If there is no step, this raises the error that the deletion would raise.
+    # A missing step is the same error here as in the deletion itself.
     await _retention_of(place.root, Deletion()).refuse_missing(place.step)
     refuse_pinned(storage, place.step, (await pins(storage)).get(place.step, ()))
     if opened is None or opened.foreign is not None:

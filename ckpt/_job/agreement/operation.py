@@ -298,7 +298,7 @@ class Operation:
         if first or (decided and self._index == 0):
             await self._shared.set_or_get("outcome", said)
         if self._awaited is not None:
-            # Nobody reads this value, but it ends our own request for it.
+            # The value is not used: setting it ends the pending request of this process.
             await self._shared.set_or_get(self._awaited, b"")
         return not decided
 

@@ -48,7 +48,8 @@ class TransferChain:
         # newest saves.
         self._known: list[dict[int, str]] = [{} for _ in range(count)]
         self._requested: list[dict[int, str]] = [{} for _ in range(count)]
-        self._moved: list[list[TransferResult]] = [[] for _ in range(count)]
+        # By tier, the steps that the next place has got, with their saves.
+        self._moved: list[dict[int, str]] = [{} for _ in range(count)]
 
     async def add(self, step: StepAtTier) -> None:
         """Take a step that was committed at a tier; report when it is held."""
@@ -87,18 +88,20 @@ class TransferChain:
             left.update(await drainer.finish(max(ends - time.monotonic(), 0.0)))
             if leg + 1 < len(self._drainers):
                 # The trainer may have decided about these steps already, but can no longer do so.
-                for moved in {m.step: m for m in self._moved[leg] if not m.problem}.values():
-                    if self._known[leg + 1].get(moved.step) != moved.save:
-                        step_dir = self._names[leg].name(moved.step)
-                        await self.add(StepAtTier(leg + 1, moved.step, step_dir, True, moved.save))
+                for step, save in self._moved[leg].items():
+                    if self._known[leg + 1].get(step) != save:
+                        step_dir = self._names[leg].name(step)
+                        await self.add(StepAtTier(leg + 1, step, step_dir, True, save))
         return sorted(left)
 
     def _note_result(self, leg: int, drained: DrainResult) -> None:
         problem = "" if drained.is_safe else drained.reason or drained.outcome
         amount = drained.nbytes, drained.seconds
-        moved = TransferResult(leg, drained.step, drained.outcome, *amount, problem, drained.save)
-        self._moved[leg].append(moved)
-        self._tell(moved)
+        if not problem:
+            self._moved[leg][drained.step] = drained.save
+        self._tell(
+            TransferResult(leg, drained.step, drained.outcome, *amount, problem, drained.save)
+        )
 
 
 @contextlib.asynccontextmanager

@@ -105,8 +105,8 @@ class Drainer:
         self.leases: DrainLeases = DrainLeases(route.source)
         # By step, the save that was asked for last; empty if unknown.
         self._saves: dict[int, str] = {}
-        # The step that is being drained, and its save.
-        self._under_way: tuple[int, str] | None = None
+        # The save of the step under way, if there is one.
+        self._save_under_way = ""
         self._failures = 0
         # Number of steps that have ended but are not reported yet.
         self._ending = 0
@@ -144,7 +144,7 @@ class Drainer:
         Cancellation: the step may be drained all the same.
         """
         name = self._route.names.name(step)
-        if save and self._under_way == (step, save):
+        if step == self._backlog.under_way and save and save == self._save_under_way:
             return True
         is_held = await self.leases.take(step, name)
         await self._strategy.add(step, save)
@@ -215,12 +215,8 @@ class Drainer:
         if step is None:
             return None
         self._backlog.begin(step)
-        save = self._saves.get(step, "")
-        self._under_way = step, save
-        try:
-            drained = await self._strategy.drain(step)
-        finally:
-            self._under_way = None
+        save = self._save_under_way = self._saves.get(step, "")
+        drained = await self._strategy.drain(step)
         return drained if drained is None or drained.save else replace(drained, save=save)
 
     async def _end(self, drained: DrainResult) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -294,6 +295,21 @@ def test_a_step_that_cannot_be_copied_is_heard(
     assert ends[1].reason in text
     assert len([each for each in caplog.messages if "NOT copied" in each]) == 1
     assert not [each for each in caplog.messages if "in time" in each]
+
+
+def test_who_waits_for_a_step_that_vanishes_hears_of_it_at_once(tmp_path: Path) -> None:
+    """Nothing is left to be decided about it."""
+
+    def remove(event: ckpt.types.Event) -> None:
+        if (event.operation, event.phase, event.step) == ("save", "end", 2):
+            shutil.rmtree(tmp_path / "disk" / "2")
+
+    with manager(tmp_path, observers=[remove]) as mgr:
+        mgr.save(1, state_of(1)).in_root.result(PATIENCE_S)
+        with pytest.raises(NotInRootError, match="deleted before it was copied"):
+            mgr.save(2, state_of(2)).in_root.result(PATIENCE_S)
+        mgr.save(3, state_of(3)).in_root.result(PATIENCE_S)
+    assert steps_of(tmp_path / "root") == [1, 3]
 
 
 def test_a_step_that_cannot_be_copied_is_heard_after_the_trainer(tmp_path: Path) -> None:

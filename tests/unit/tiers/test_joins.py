@@ -19,13 +19,17 @@ import numpy as np
 import pytest
 
 import ckpt
+from ckpt._conversion.copies.step_copy import at_once
 from ckpt._runtime.loop import call_once
 from ckpt._tiers.drains import drainer as drainer_module
 from ckpt._tiers.drains.drain import DrainResult
+from ckpt._tiers.drains.drain_backlog import DrainBacklog
 from ckpt._tiers.drains.drainer import DrainRoute, draining
 from ckpt._tiers.joins import join_notes
+from ckpt._tiers.joins.follower import Follower
+from ckpt._tiers.joins.join_notes import JoinNotes
 from ckpt._tiers.joins.join_part import save_at
-from ckpt._tiers.joins.note_formats import PARTS, STATES
+from ckpt._tiers.joins.note_formats import PARTS, STATES, JoinResult
 from ckpt._tiers.joins.part_transfer import part_transfer
 from ckpt.storage._manifests import read_manifest
 from ckpt.storage._resolve import open_root
@@ -496,3 +500,44 @@ def test_a_step_that_the_root_has_lost_is_joined_again(agents: Agents) -> None:
 
     agents.run(main)
     assert_joined(agents.far, agents.parts, 3)
+
+
+def follower_of(agents: Agents) -> Follower:
+    storages = open_root(agents.parts[1]), open_root(agents.far)
+    return Follower(DrainRoute(*storages), at_once, 1, 3)
+
+
+def test_the_result_of_an_old_save_is_not_that_of_a_new_one(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is saved anew while a follower reads what has become of the old save."""
+    follower, backlog = follower_of(agents), DrainBacklog(16)
+    results = iter([JoinResult(4, "deleted", "it is gone"), JoinResult(4, "copied")])
+
+    async def look(step: int, *, in_root: bool) -> JoinResult:
+        found = next(results)
+        if not found.is_safe:
+            await follower.add(4, "new")
+        return found
+
+    async def main() -> DrainResult | None:
+        await follower.add(4, "old")
+        backlog.add(4)
+        assert await follower.next(backlog) == 4
+        return await follower.drain(4)
+
+    monkeypatch.setattr(follower, "_look", look)
+    assert call_once(main) == DrainResult(4, "copied", save="new")
+
+
+def test_a_leader_hears_that_an_old_save_is_gone_though_a_new_one_waits(agents: Agents) -> None:
+    """It would wait for the part until it takes the follower for dead."""
+    follower = follower_of(agents)
+
+    async def main() -> list[str]:
+        await open_root(agents.far).prepare()
+        await follower.add(4, "new")
+        await follower.ended(DrainResult(4, "deleted", reason="it is gone", save="old"))
+        return [note.kind for note in await JoinNotes(open_root(agents.far)).parts("old")]
+
+    assert call_once(main) == ["refused"]
