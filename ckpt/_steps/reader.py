@@ -55,7 +55,7 @@ from ckpt.errors import (
 from ckpt.keep._health import Healthy, check_healthy
 from ckpt.keep._questions import SavedStep
 from ckpt.keep._ranking import Best, Metric, Mode, best_of
-from ckpt.storage._base import Storage
+from ckpt.storage._base import HasDirectories, Storage
 from ckpt.storage._manifests import refuse_deleted
 from ckpt.storage._resolve import PathLike, open_step_dir
 
@@ -417,7 +417,7 @@ class StepReader:
 def _tells_of_damage(error: CheckpointError, storage: Storage) -> bool:
     if isinstance(error, StorageError):
         # EIO from an object store is about the whole store; from a disk, about one file.
-        return error.errno == errno.EIO and not storage.keeps_others
+        return error.errno == errno.EIO and isinstance(storage, HasDirectories)
     return isinstance(error, CorruptCheckpointError | DeviceMismatchError)
 
 

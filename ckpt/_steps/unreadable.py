@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES
 from ckpt.errors import CorruptCheckpointError, StorageError, UnsupportedFormatError
-from ckpt.storage._base import Storage
+from ckpt.storage._base import HasDirectories, Storage
 from ckpt.storage._manifests import read_manifest
 
 # Kinds of such a directory: a damaged step of this library, a step of a later version, one without
@@ -61,7 +61,7 @@ async def look_closely(storage: Storage, step_dir: str, step: int) -> Unreadable
         is_begun = await storage.read(step_dir, _ORBAX_METADATA, _MOST_BYTES) is not None
         if not is_begun:
             # In an object store, the objects of a save under way have names like this, too.
-            if storage.keeps_others or not await storage.exists(step_dir):
+            if not isinstance(storage, HasDirectories) or not await storage.exists(step_dir):
                 return None
             is_begun = any(BEGUN in path for path in await storage.files(step_dir))
         if is_begun:

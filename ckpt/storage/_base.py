@@ -163,19 +163,26 @@ class LeavesFiles(Protocol):
         """
 
 
+@runtime_checkable
+class HasDirectories(Protocol):
+    """A storage on a disk: a step directory is removed or replaced with all that is in it.
+
+    Elsewhere, files that others have put into a step directory stay.
+    """
+
+    async def set_aside(self, step_dir: str, paths: Sequence[str]) -> str:
+        """Move files of a step directory, durably, into a new folder beside it; return that folder.
+
+        This keeps files that others put into a step directory, before it is removed or replaced.
+        """
+
+
 class ReadsSteps(Protocol):
     """A place to read steps from: all that a copy needs of its source."""
 
     @property
     def location(self) -> str:
         """The root, as messages show it."""
-
-    @property
-    def keeps_others(self) -> bool:
-        """True if files that others put into a step directory survive its removal or replacement.
-
-        Otherwise they are moved away first; see `set_aside`.
-        """
 
     async def exists(self, step_dir: str) -> bool:
         """Return True if anything has that name, even if it is not a step directory."""
@@ -452,12 +459,6 @@ class Storage(ReadsSteps, Protocol):
 
     async def purge(self, trash: str, name: str) -> None:
         """Remove an entry of the trash for good: first its name, then its bytes."""
-
-    async def set_aside(self, step_dir: str, paths: Sequence[str]) -> str:
-        """Move files of a step directory, durably, into a new folder beside it; return that folder.
-
-        This keeps files that others put into a step directory, before it is removed or replaced.
-        """
 
     async def attempts(self) -> list[AttemptEntry]:
         """Return the attempts in this root, without changing anything.

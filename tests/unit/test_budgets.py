@@ -42,7 +42,7 @@ LINES = {
     "_runtime": 676,
     "_runtime/jax_internals": 47,
     "_steps": 4915,
-    "_tiers": 5269,
+    "_tiers": 5268,
     "_tree": 1472,
     "_vitals": 1353,
     "cli": 3059,

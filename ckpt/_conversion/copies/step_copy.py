@@ -31,7 +31,7 @@ from ckpt._runtime.mappings import map_memory
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.saves.overwrite import clear_target
 from ckpt.errors import CorruptCheckpointError, StepDeletedError, StorageError, located
-from ckpt.storage._base import Attempt, LeavesFiles, Storage, WritesParts
+from ckpt.storage._base import Attempt, HasDirectories, LeavesFiles, Storage, WritesParts
 from ckpt.storage._manifests import files_folder, while_read
 
 # Four of these are all the memory of a copy, whatever the size of the files: while one is being
@@ -375,7 +375,7 @@ async def _read(
     except StorageError as error:
         # An error of a store concerns all of its files. On a disk it concerns one file, and other
         # steps can be copied.
-        if source.storage.keeps_others or error.errno not in _UNREADABLE:
+        if not isinstance(source.storage, HasDirectories) or error.errno not in _UNREADABLE:
             raise
         raise CorruptCheckpointError(f"{error.message}; the step was not copied") from error
 

@@ -29,7 +29,7 @@ from ckpt.errors import (
     StorageError,
     UnsupportedFormatError,
 )
-from ckpt.storage._base import Storage
+from ckpt.storage._base import HasDirectories, Storage
 from ckpt.storage._manifests import note_branch, read_manifest
 from ckpt.storage._resolve import refuse_inside
 
@@ -355,7 +355,7 @@ async def _replaces_older(manifest: Manifest, target: StepLocation) -> bool:
                 f"is pinned by {', '.join(map(str, pinned))}. Unpin it",
                 step=manifest.step,
             )
-        if not each.state or target.storage.keeps_others:
+        if not each.state or not isinstance(target.storage, HasDirectories):
             # An abandoned save of a run is lost only if it was to be overwritten.
             return each.state != "abandoned"
         await target.storage.move(target.name, each.state, listed=False)

@@ -17,7 +17,7 @@ from ckpt._inspection.locations import RunRoot, open_as_root, root_at
 from ckpt._inspection.retention.removals import trash_at
 from ckpt._steps.pins import forget_expired, has_leases
 from ckpt.errors import CheckpointError, NotACheckpointError
-from ckpt.storage._base import AttemptEntry, Storage
+from ckpt.storage._base import AttemptEntry, HasDirectories, Storage
 
 logger = logging.getLogger("ckpt")
 
@@ -165,7 +165,7 @@ async def _is_unsure(storage: Storage) -> bool:
         return True
     # A disk shows the age of a lease; a store only shows whether it was renewed since the first
     # look.
-    return storage.keeps_others and await has_leases(storage)
+    return not isinstance(storage, HasDirectories) and await has_leases(storage)
 
 
 async def _dead(storage: Storage) -> dict[str, AttemptEntry]:

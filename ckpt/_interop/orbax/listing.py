@@ -30,7 +30,7 @@ from ckpt._interop.orbax.layout import (
 )
 from ckpt._interop.orbax.msgpack_tree import may_be_packed
 from ckpt._runtime.tasks import for_each
-from ckpt.storage._base import Storage
+from ckpt.storage._base import HasDirectories, Storage
 
 _MOST_LISTED = 16
 # Usual files are shorter; the rest of a longer one is read in a second request.
@@ -64,7 +64,7 @@ class _About(Struct):
 
 async def stamps_of(storage: Storage, names: Sequence[str]) -> list[Hashable | None]:
     """Return for each step directory a value that changes when Orbax finishes another step."""
-    if not storage.keeps_others:
+    if isinstance(storage, HasDirectories):
         # Orbax gives a directory its final name when everything is in it.
         return await storage.stamps(names, ".")
     success = await storage.stamps(names, SUCCESS)
@@ -83,7 +83,7 @@ async def heads_of(storage: Storage, names: Sequence[str]) -> list[OrbaxHead | N
     unclear: dict[str, tuple[bytes | None, _About | None, Any]] = {}
     for name, about, success, values in zip(names, abouts, successes, metrics, strict=True):
         if is_own_mark(success) or (
-            storage.keeps_others and success is None and not _is_committed(about)
+            not isinstance(storage, HasDirectories) and success is None and not _is_committed(about)
         ):
             heads[name] = None
         elif about is not None and success is not None and b"/" in success:

@@ -35,7 +35,7 @@ from ckpt.errors import (
     UnsupportedFormatError,
     located,
 )
-from ckpt.storage._base import Storage
+from ckpt.storage._base import HasDirectories, Storage
 
 logger = logging.getLogger("ckpt")
 
@@ -88,7 +88,7 @@ async def open_orbax(
     except CorruptCheckpointError as error:
         logger.warning("the metrics of a step are left out: %s", error)
     head = head_of(data or identity_of_files(sizes), about, metrics)
-    if storage.keeps_others and SUCCESS not in sizes and not head.committed_ns:
+    if not isinstance(storage, HasDirectories) and SUCCESS not in sizes and not head.committed_ns:
         mark = mark or f"no {SUCCESS}"
     if mark is not None:
         raise _never_finished(where, mark)

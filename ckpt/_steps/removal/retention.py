@@ -38,7 +38,7 @@ from ckpt.keep._health import allowed_by, health_of, last_resort, why_not_health
 from ckpt.keep._keep_policies import All, KeepRules
 from ckpt.keep._questions import SavedStep
 from ckpt.keep._ranking import Metric, rankings_in, value_of
-from ckpt.storage._base import Storage
+from ckpt.storage._base import HasDirectories, Storage
 from ckpt.storage._manifests import while_read
 
 logger = logging.getLogger("ckpt")
@@ -61,7 +61,7 @@ async def spare_foreign_files(storage: Storage, step_dir: str) -> None:
     writer replaces or removes the step directory at the same time; or if the store removes only
     files that the library wrote.
     """
-    if storage.keeps_others:
+    if not isinstance(storage, HasDirectories):
         return
     try:
         data = await storage.read(step_dir, FILE_NAME, MAX_BYTES)

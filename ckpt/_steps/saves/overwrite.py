@@ -19,7 +19,7 @@ from ckpt._steps.pins import pins
 from ckpt._steps.removal.retention import is_ours, spare_foreign_files
 from ckpt._steps.unreadable import BEGUN, look_closely
 from ckpt.errors import SaveSkippedError, StepExistsError, StorageError
-from ckpt.storage._base import Storage
+from ckpt.storage._base import HasDirectories, Storage
 from ckpt.storage._local.attempts import MARKS
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ async def clear_target(
         if not await storage.exists(step_dir):
             continue
         why = await _why_passed_over(storage, request, step_dir, passed_over or {})
-        if why is not None and not storage.keeps_others:
+        if why is not None and isinstance(storage, HasDirectories):
             await _refuse_pinned(storage, check_step(request.step), step_dir, why)
             await _move_aside(storage, check_step(request.step), step_dir, why)
             if passed_over is not None:
@@ -151,7 +151,7 @@ async def _may_go(storage: Storage, request: SaveRequest) -> bool:
     """
     name = request.step_dir
     # Object stores have no directories, and Orbax's files there would stay beside the new ones.
-    if storage.keeps_others or name not in await storage.step_dirs():
+    if not isinstance(storage, HasDirectories) or name not in await storage.step_dirs():
         return False
     files = await storage.files(name)
     if not files:

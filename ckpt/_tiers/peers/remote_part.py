@@ -45,9 +45,6 @@ class Peer(Struct, frozen=True):
 class RemotePart:
     """The files of a part; made by `opened_part`. It is a `ReadsSteps` of one step."""
 
-    # Files of others in the step are not listed, so nothing must be moved away.
-    keeps_others = True
-
     def __init__(self, wire: Wire, peer: Peer, files: dict[str, int]) -> None:
         self._wire = wire
         self._peer = peer

@@ -109,11 +109,6 @@ class LocalStorage:
             self._timeouts.lease, _LARGEST_FILE_BYTES, None, self._hard_links, shares_at_once=True
         )
 
-    @property
-    def keeps_others(self) -> bool:
-        # A step directory is a directory, and goes with all that is in it.
-        return False
-
     async def prepare(self) -> None:
         with translated("make the directory", self._root):
             await self._in_thread(self._prepare)

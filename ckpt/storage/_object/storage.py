@@ -118,11 +118,6 @@ class ObjectStorage:
             shares_at_once=False,
         )
 
-    @property
-    def keeps_others(self) -> bool:
-        # Only the objects of a step directory are removed with it.
-        return True
-
     async def prepare(self) -> None:
         if not self._create:
             await self._refuse_emptiness()
@@ -378,9 +373,6 @@ class ObjectStorage:
     async def purge(self, trash: str, name: str) -> None:
         with anyio.CancelScope(shield=True):
             await trash_folder.purge(self._keys, name, self._timeouts.lease)
-
-    async def set_aside(self, step_dir: str, paths: Sequence[str]) -> str:
-        return f"{self.location}/{step_dir}"
 
     async def attempts(self) -> list[AttemptEntry]:
         return await attempts_in(self._keys, self._sightings)
