@@ -19,6 +19,7 @@ from ckpt._interop.numpy_files import FORMAT as NUMPY
 from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
+from ckpt.storage._base import fingerprint
 
 _CONCURRENT_LOOKS = 16
 
@@ -83,10 +84,10 @@ async def adopted(found: ForeignCheckpoint) -> Adopted:
 
     async def look(path: str) -> None:
         place = places[path]
-        fingerprint = await place.storage.fingerprint(place.folder, place.path)
-        if fingerprint is None:
+        found = await fingerprint(place.storage, place.folder, place.path)
+        if found is None:
             raise CorruptCheckpointError(f"{place.location} is missing; it was damaged")
-        sources[path] = SourceFile(place.place, place.path, sizes[path], fingerprint)
+        sources[path] = SourceFile(place.place, place.path, sizes[path], found)
 
     await for_each(look, places, _CONCURRENT_LOOKS)
     return Adopted(items, {path: sources[path] for path in places}, files)

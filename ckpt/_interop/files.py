@@ -17,7 +17,7 @@ from ckpt.errors import (
     StorageError,
     UnsupportedFormatError,
 )
-from ckpt.storage._base import Storage
+from ckpt.storage._base import Storage, fingerprint
 
 _HEAD_BYTES = 16
 # First bytes of an archive, and of a numpy array.
@@ -91,7 +91,7 @@ def is_flax(head: bytes | None) -> bool:
 async def _number_step(
     storage: Storage, name: str, step: int, found: ForeignCheckpoint
 ) -> ForeignCheckpoint:
-    attempt = await storage.fingerprint("", name)
+    attempt = await fingerprint(storage, "", name)
     manifest = replace(found.manifest, step=step, attempt=attempt or found.manifest.attempt)
     return replace(found, manifest=manifest)
 

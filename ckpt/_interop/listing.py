@@ -9,7 +9,7 @@ from ckpt._interop.flax.checkpoint import FORMAT as FLAX
 from ckpt._interop.orbax import listing as orbax
 from ckpt._interop.orbax.listing import OrbaxHead
 from ckpt._runtime.tasks import for_each
-from ckpt.storage._base import Storage
+from ckpt.storage._base import Storage, fingerprint
 
 _MOST_LOOKS = 16
 
@@ -20,7 +20,7 @@ async def stamps_of(storage: Storage, names: Sequence[str]) -> list[Hashable | N
     # Stamps of files are texts; the stamps of directories are not.
     for number, name in enumerate(names):
         if stamps[number] is None:
-            stamps[number] = await storage.fingerprint("", name)
+            stamps[number] = await fingerprint(storage, "", name)
     return stamps
 
 

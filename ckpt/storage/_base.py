@@ -9,7 +9,7 @@ atomic operation.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
 from msgspec import Struct
@@ -224,6 +224,18 @@ class ReadsSteps(Protocol):
         """
 
 
+class FileStamp(Struct, frozen=True):
+    """A value that changes whenever a file may have changed.
+
+    Attributes:
+        version: The same on all hosts; it changes with the content.
+        place: What this host alone knows of the file, and changes with it.
+    """
+
+    version: str
+    place: tuple[int, ...] = ()
+
+
 class StorageTraits(Struct, frozen=True):
     """What a storage can do.
 
@@ -284,18 +296,11 @@ class Storage(ReadsSteps, Protocol):
             CorruptCheckpointError: The file is not a regular file.
         """
 
-    async def stamps(self, step_dirs: Sequence[str], path: str) -> list[Hashable | None]:
+    async def stamps(self, step_dirs: Sequence[str], path: str) -> list[FileStamp | None]:
         """Return, by step directory, a value that changes whenever its file may have changed.
 
         The value is None if the step directory or its file `path` does not exist. This is much
-        cheaper than reading the files.
-        """
-
-    async def fingerprint(self, step_dir: str, path: str) -> str | None:
-        """Return a text that changes whenever a file changes, and is the same on all hosts.
-
-        The text is None if the file does not exist. This is much cheaper than reading the file. An
-        empty `step_dir` means a file of the root itself.
+        cheaper than reading the files. An empty name means a file of the root itself.
         """
 
     async def read_each(
@@ -501,6 +506,15 @@ class Storage(ReadsSteps, Protocol):
 
     async def drop_note(self, name: str, *, durable: bool = True) -> bool:
         """Remove a file of the root, durably or more quickly; False if it does not exist."""
+
+
+async def fingerprint(storage: Storage, step_dir: str, path: str) -> str | None:
+    """Return a text that changes whenever a file changes, on any host; None if there is no file.
+
+    An empty `step_dir` means a file of the root itself.
+    """
+    (found,) = await storage.stamps([step_dir], path)
+    return None if found is None else found.version
 
 
 def time_in(lease: Mapping[str, object], name: str) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
@@ -10,6 +10,7 @@ import pytest
 
 import ckpt
 import ckpt.sync
+from ckpt.storage._base import FileStamp
 from tests.reliability.races import different_steps, same_steps, sweeps
 from tests.reliability.readers import latest_beside_a_trainer, steps_beside_a_trainer
 from tests.reliability.threads import managers_in_tasks, managers_in_threads, one_manager_in_threads
@@ -67,7 +68,7 @@ def test_a_reader_never_finds_no_step_where_there_always_is_one(tmp_path: Path, 
             await look_late()
             return await read(step_dir, path, limit)
 
-        async def stamps_late(step_dirs: Sequence[str], path: str) -> list[Hashable | None]:
+        async def stamps_late(step_dirs: Sequence[str], path: str) -> list[FileStamp | None]:
             await look_late()
             return await stamps(step_dirs, path)
 

@@ -12,7 +12,7 @@ import pytest
 
 from ckpt._settings import Timeouts
 from ckpt.errors import CheckpointError, CorruptCheckpointError
-from ckpt.storage._base import Attempt, AttemptEntry
+from ckpt.storage._base import Attempt, AttemptEntry, FileStamp
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.testing.conformance import StoreCase, check_store, stores
 from ckpt.testing.conformance import store_step_dirs as step_dirs
@@ -47,11 +47,9 @@ class Forgetful(LocalStorage):
 
 
 class Unstamped(LocalStorage):
-    async def fingerprint(self, step_dir: str, path: str) -> str | None:
-        return "always the same"
-
-    async def stamps(self, names: Sequence[str], path: str) -> list[Any]:
-        return [1 if stamp else None for stamp in await super().stamps(names, path)]
+    async def stamps(self, names: Sequence[str], path: str) -> list[FileStamp | None]:
+        found = await super().stamps(names, path)
+        return [FileStamp("always the same") if stamp else None for stamp in found]
 
 
 class Shifted(LocalStorage):

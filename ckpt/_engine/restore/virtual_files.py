@@ -11,7 +11,7 @@ from ckpt._format.manifest import Manifest
 from ckpt._format.step_files.source_files import SourceFile
 from ckpt._redaction import redact
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
-from ckpt.storage._base import Storage
+from ckpt.storage._base import Storage, fingerprint
 from ckpt.storage._manifests import files_folder
 from ckpt.storage._resolve import open_beside
 
@@ -108,7 +108,7 @@ class VirtualFiles:
         ) from (None if error is None else error.__cause__ or error)
 
     async def _fingerprint(self, source: SourceFile) -> str | None:
-        return await self._storage(source).fingerprint("", source.path)
+        return await fingerprint(self._storage(source), "", source.path)
 
     def _storage(self, source: SourceFile) -> Storage:
         if source.folder not in self._storages:

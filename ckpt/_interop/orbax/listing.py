@@ -66,11 +66,10 @@ async def stamps_of(storage: Storage, names: Sequence[str]) -> list[Hashable | N
     """Return for each step directory a value that changes when Orbax finishes another step."""
     if isinstance(storage, HasDirectories):
         # Orbax gives a directory its final name when everything is in it.
-        return await storage.stamps(names, ".")
+        return [*await storage.stamps(names, ".")]
     success = await storage.stamps(names, SUCCESS)
     about = await storage.stamps(names, STEP_FILE)
-    pairs = zip(success, about, strict=True)
-    return [None if pair == (None, None) else pair for pair in pairs]
+    return [pair if any(pair) else None for pair in zip(success, about, strict=True)]
 
 
 async def heads_of(storage: Storage, names: Sequence[str]) -> list[OrbaxHead | None]:

@@ -21,7 +21,7 @@ def of_each(
         try:
             found.append(act(name))
         except OSError:
-            with translated(what, f"{top}/{name}/{path}"):
+            with translated(what, Path(top, name, path)):
                 raise
     return found
 

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from ckpt.storage._base import FileStamp
+
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
@@ -324,31 +326,15 @@ def cut_file(top: str, sizes: Mapping[str, int]) -> str | None:
     return None
 
 
-def stamp(path: str) -> tuple[int, ...] | None:
+def stamp(path: str) -> FileStamp | None:
     """Return a value that changes whenever a file may have changed; None if it does not exist."""
     try:
         status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return (
-        status.st_dev,
-        status.st_ino,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-    )
-
-
-def fingerprint(path: str) -> str | None:
-    """Return a text that changes whenever a file changes, on any host; None if there is no file.
-
-    It leaves out device and inode, which differ between hosts that mount the same file system.
-    """
-    try:
-        status = os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return f"{status.st_size} bytes, {status.st_mtime_ns}"
+    # Device and inode differ between hosts that mount the same file system.
+    version = f"{status.st_size} bytes, {status.st_mtime_ns}"
+    return FileStamp(version, (status.st_dev, status.st_ino, status.st_ctime_ns))
 
 
 def list_files(top: Path) -> dict[str, int | None]:

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -26,6 +26,7 @@ from ckpt.errors import CorruptCheckpointError
 from ckpt.storage._base import (
     Attempt,
     AttemptEntry,
+    FileStamp,
     StorageTraits,
     TrashEntry,
     undelete_exists,
@@ -180,18 +181,13 @@ class LocalStorage:
             except ValueError as error:
                 raise CorruptCheckpointError(f"{target}: {error}") from error
 
-    async def stamps(self, step_dirs: Sequence[str], path: str) -> list[Hashable | None]:
+    async def stamps(self, step_dirs: Sequence[str], path: str) -> list[FileStamp | None]:
         top = str(self._root)
 
-        def stamp(name: str) -> Hashable | None:
+        def stamp(name: str) -> FileStamp | None:
             return posix.stamp(f"{top}/{name}/{path}")
 
         return await self._in_thread(of_each, "look at", top, step_dirs, path, stamp)
-
-    async def fingerprint(self, step_dir: str, path: str) -> str | None:
-        target = self._root / step_dir / path
-        with translated("look at", target):
-            return await self._in_thread(posix.fingerprint, str(target))
 
     async def read_each(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import uuid
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -19,7 +19,14 @@ from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError, StorageError
-from ckpt.storage._base import UNKNOWN_SIZE, Attempt, AttemptEntry, StorageTraits, TrashEntry
+from ckpt.storage._base import (
+    UNKNOWN_SIZE,
+    Attempt,
+    AttemptEntry,
+    FileStamp,
+    StorageTraits,
+    TrashEntry,
+)
 from ckpt.storage._object import attempts, leases, notes
 from ckpt.storage._object import trash as trash_folder
 from ckpt.storage._object.attempts import ObjectAttempt
@@ -170,8 +177,8 @@ class ObjectStorage:
             return None
         return found.data, UNKNOWN_SIZE if len(found.data) == most else len(found.data)
 
-    async def stamps(self, step_dirs: Sequence[str], path: str) -> list[Hashable | None]:
-        found: dict[str, Hashable | None] = {}
+    async def stamps(self, step_dirs: Sequence[str], path: str) -> list[FileStamp | None]:
+        found: dict[str, FileStamp | None] = {}
 
         async def look(step_dir: str) -> None:
             found[step_dir] = await self._stamp(step_dir, path)
@@ -179,15 +186,11 @@ class ObjectStorage:
         await for_each(look, step_dirs)
         return [found[step_dir] for step_dir in step_dirs]
 
-    async def _stamp(self, step_dir: str, path: str) -> Hashable | None:
+    async def _stamp(self, step_dir: str, path: str) -> FileStamp | None:
         first = await self._keys.get(self._key(step_dir, path), 0, 1)
         if first is None or (path == FILE_NAME and GONE.startswith(first.data or b"-")):
             return None
-        return first.generation
-
-    async def fingerprint(self, step_dir: str, path: str) -> str | None:
-        first = await self._keys.get(self._key(step_dir, path), 0, 1)
-        return None if first is None else first.generation.hex()
+        return FileStamp(first.generation.hex())
 
     async def read_each(
         self,
