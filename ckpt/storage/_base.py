@@ -77,6 +77,7 @@ class AttemptEntry(Struct, frozen=True):
         nbytes: Bytes written so far; None where counting them is not cheap.
         owner: Host and process of its writer, for people.
         is_removal: True if it is a removal under way: of a deleted step, or of another's attempt.
+        directory: That of a dead attempt whose files another one can take over; otherwise empty.
     """
 
     step_dir: str
@@ -87,6 +88,7 @@ class AttemptEntry(Struct, frozen=True):
     nbytes: int | None = None
     owner: str = ""
     is_removal: bool = False
+    directory: str = ""
 
 
 @runtime_checkable
@@ -144,9 +146,6 @@ class LeavesFiles(Protocol):
     `Storage.discard(attempt, keep_files=True)` leaves them there, too.
     """
 
-    async def left_at(self, step_dir: str) -> list[str]:
-        """Return the directories of the root that hold dead attempts at a step directory."""
-
     async def take_over(self, attempt: Attempt, left: str, paths: Sequence[str]) -> Sequence[str]:
         """Move files of a dead attempt into this one, at the same paths, and make them durable.
 
@@ -155,7 +154,7 @@ class LeavesFiles(Protocol):
 
         Args:
             attempt: The attempt.
-            left: Directory of the dead attempt; see `left_at`.
+            left: Directory of the dead attempt; see `AttemptEntry`.
             paths: The files; the caller knows that they are complete.
 
         Returns:
@@ -175,6 +174,9 @@ class HasDirectories(Protocol):
 
         This keeps files that others put into a step directory, before it is removed or replaced.
         """
+
+    async def prepare_trash(self, trash: str) -> None:
+        """Make the folder `trash`, and raise if step directories cannot be moved into it."""
 
 
 class ReadsSteps(Protocol):
@@ -444,11 +446,8 @@ class Storage(ReadsSteps, Protocol):
         """Move a step directory into a folder, atomically and durably; return its path there.
 
         None if it does not exist. `trash` is a folder below the root, or a path. It is made if it
-        is missing; see `prepare_trash`. With `listed`, `trashed` returns the step directory.
+        is missing; see `HasDirectories`. With `listed`, `trashed` returns the step directory.
         """
-
-    async def prepare_trash(self, trash: str) -> None:
-        """Make the folder `trash`, and raise if step directories cannot be moved into it."""
 
     async def trashed(self, trash: str) -> list[TrashEntry]:
         """Return the step directories of this root that are in the folder `trash`."""

@@ -272,25 +272,25 @@ class StepCopier:
         taken: set[str] = set()
         if not isinstance(storage, LeavesFiles):
             return taken
-        for left in await storage.left_at(target.name):
+        for dead in await storage.attempts():
+            if dead.step_dir != target.name or not dead.directory:
+                continue
             try:
-                found = await storage.files(left)
+                found = await storage.files(dead.directory)
             except StorageError:
                 # A sweep removed them first.
                 continue
-            wanted = iter(
-                [
-                    (path, file)
-                    for path, file in files.items()
-                    if path not in taken and found.get(path) == file.size
-                ]
+            wanted = (
+                (path, file)
+                for path, file in files.items()
+                if path not in taken and found.get(path) == file.size
             )
             whole: list[str] = []
-            place = StepLocation(storage, left)
+            place = StepLocation(storage, dead.directory)
             async with anyio.create_task_group() as lanes:
                 for region in self._regions:
                     lanes.start_soon(self._look_at_left, place, wanted, region, whole)
-            taken.update(await storage.take_over(attempt, left, whole))
+            taken.update(await storage.take_over(attempt, dead.directory, whole))
         return taken
 
     async def _look_at_left(

@@ -146,7 +146,7 @@ class Retention:
             StorageError: Steps could not be moved into it.
             StorageError: Steps could not be moved into it.
         """
-        if self._trash is not None:
+        if self._trash is not None and isinstance(self._storage, HasDirectories):
             await self._storage.prepare_trash(self._trash)
 
     async def write_down(self) -> None:

@@ -37,7 +37,7 @@ from ckpt.storage._local import trash as trash_folder
 from ckpt.storage._local.attempts import LocalAttempt
 from ckpt.storage._local.config import FileIo
 from ckpt.storage._local.errors import of_each, translated
-from ckpt.storage._local.sweep import attempts_in, is_unfinished, left_at, sweep_root
+from ckpt.storage._local.sweep import attempts_in, is_unfinished, sweep_root
 
 logger = logging.getLogger("ckpt")
 
@@ -317,10 +317,6 @@ class LocalStorage:
                     error,
                 )
         return []
-
-    async def left_at(self, step_dir: str) -> list[str]:
-        with translated("list the directory", self._root):
-            return await self._in_thread(left_at, self._root, step_dir)
 
     async def take_over(self, attempt: Attempt, left: str, paths: Sequence[str]) -> Sequence[str]:
         own = _local(attempt)

@@ -109,15 +109,6 @@ def attempts_in(root: Path) -> list[AttemptEntry]:
     )
 
 
-def left_at(root: Path, step_dir: str) -> list[str]:
-    """Return the names of the directories of dead attempts at a step directory."""
-    return [
-        attempt_name(step_dir, each.id)
-        for each in attempts_in(root)
-        if each.step_dir == step_dir and each.is_live is False and not each.is_removal
-    ]
-
-
 def _entry_of_attempt(
     root: Path, token: str, name: str | None, now: Callable[[], float]
 ) -> AttemptEntry | None:
@@ -133,12 +124,13 @@ def _entry_of_attempt(
     if name is None:
         return None if lease is None or is_live is not False else AttemptEntry("", token, False)
     step_dir = name.partition(_MARK)[0]
-    nbytes = _nbytes(root / name)
+    nbytes, left = _nbytes(root / name), name if is_live is False else ""
     if lease is None:
-        return AttemptEntry(step_dir, token, is_live, nbytes=nbytes)
+        return AttemptEntry(step_dir, token, is_live, nbytes=nbytes, directory=left)
     age = None if lease.begun is None else max(time.time() - lease.begun, 0.0)
     silent = max(now() - lease.renewed, 0.0) if lease.free is not False else None
-    return AttemptEntry(step_dir, token, is_live, age, silent, nbytes, lease.owner)
+    owner = lease.owner
+    return AttemptEntry(step_dir, token, is_live, age, silent, nbytes, owner, directory=left)
 
 
 def _removal(root: Path, name: str) -> AttemptEntry:

@@ -358,13 +358,10 @@ class ObjectStorage:
         return removed
 
     async def move(self, step_dir: str, trash: str, *, listed: bool = True) -> str | None:
+        # There is one trash, whatever its name, and nothing has to be made for it.
         with anyio.CancelScope(shield=True):
             moved = await trash_folder.move(self._keys, step_dir, self._timeouts.lease)
         return None if moved is None else f"{self.location}/{moved}"
-
-    async def prepare_trash(self, trash: str) -> None:
-        # There is one trash, whatever its name, and nothing has to be made for it.
-        return
 
     async def trashed(self, trash: str) -> list[TrashEntry]:
         return await trash_folder.entries(self._keys)

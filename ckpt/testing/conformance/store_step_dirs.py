@@ -436,7 +436,6 @@ async def an_attempt_that_is_not_there_cannot_be_joined(case: StoreCase) -> None
 async def a_step_dir_comes_back_from_the_trash(case: StoreCase) -> None:
     """A moved step directory is whole again once it is undeleted, and never replaces another."""
     async with opened(case) as [storage]:
-        await storage.prepare_trash("trash")
         attempt = await publish(storage, "1", "one")
         assert await storage.move("1", "trash") is not None
         assert not await storage.exists("1")
@@ -455,7 +454,6 @@ async def a_step_dir_comes_back_from_the_trash(case: StoreCase) -> None:
 async def the_trash_is_emptied_for_good(case: StoreCase) -> None:
     """A purged step directory is gone, and a step directory of the same name is not touched."""
     async with opened(case) as [storage]:
-        await storage.prepare_trash("trash")
         await publish(storage, "1", "one")
         await storage.move("1", "trash")
         await publish(storage, "1", "two")
