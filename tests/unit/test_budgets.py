@@ -52,8 +52,8 @@ LINES = {
     "observers": 1157,
     "page": 263,
     "save_when": 234,
-    "storage": 4599,
-    "testing": 1577,
+    "storage": 4589,
+    "testing": 1575,
 }
 MODULES = 517
 # A manager is opened, saves or restores three leaves, and is closed, in a new process.
