@@ -6,12 +6,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import msgspec
 
@@ -95,13 +95,9 @@ class Stopwatch(msgspec.Struct):
         yield
         self.note(**{name: _since(began)})
 
-    def add_wait(self, began: float) -> None:
-        """Add the time since `began` to the time in which the save waited for others."""
-        self.note(waited=(self.taken.waited or 0.0) + _since(began))
-
-    def add_blocked(self, began: float) -> None:
-        """Add the time since `began` to the time in which a caller was blocked."""
-        self.note(blocked=(self.taken.blocked or 0.0) + _since(began))
+    def add(self, name: str, began: float) -> None:
+        """Add the time since `began` to a time, by its name of `SaveStatistics`."""
+        self.note(**{name: (getattr(self.taken, name) or 0.0) + _since(began)})
 
     def early(self) -> dict[str, float]:
         """Return the times that are known before the manifest is written, for the manifest."""
@@ -200,66 +196,6 @@ class Progress:
         return self.written / self.total if self.total else 0.0
 
 
-class Arrival:
-    """The arrival of a step in the root, the last and safest place of a run with tiers.
-
-    Await it, from any task, or wait for it in a thread with `result()`. Without tiers of storage, a
-    step arrives when the commit itself is done.
-
-    Example:
-        ```python
-        commit = await mgr.save(step, state)
-        await commit.in_root
-        ```
-    """
-
-    def __init__(self, step: int | None, check_caller: Callable[[], None]) -> None:
-        """Made by a `Commit`."""
-        self._step = step
-        self._check_caller = check_caller
-        self._future: Future[None] = Future()
-
-    def done(self) -> bool:
-        """Return True if it is decided: the step is in the root, or will not be copied there.
-
-        Example:
-            ```python
-            print(commit.in_root.done())
-            ```
-        """
-        return self._future.done()
-
-    def result(self, timeout: float | None = None) -> None:
-        """Wait in this thread until the step is in the root.
-
-        Args:
-            timeout: Seconds to wait at most; None waits for as long as it takes.
-
-        Raises:
-            CommitTimeoutError: The step was not there in time; its way there goes on.
-            CheckpointError: The save failed.
-            NotInRootError: The step stays where it is; the message says why.
-
-        Example:
-            ```python
-            commit.in_root.result(timeout=600)
-            ```
-        """
-        if not self.done():
-            self._check_caller()
-        if not settled_here(self._future, timeout):
-            raise CommitTimeoutError(
-                f"the step was not in the root after {timeout} s; it goes on", step=self._step
-            )
-        outcome(self._future)
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        if not self.done():
-            self._check_caller()
-        yield from settled(self._future).__await__()
-        outcome(self._future)
-
-
 class Commit:
     """A save under way, or ended.
 
@@ -284,6 +220,7 @@ class Commit:
         step: int | None,
         cancel: Callable[[], None],
         check_caller: Callable[[], None] = lambda: None,
+        items: Iterable[str] = (),
     ) -> None:
         """Made by a manager.
 
@@ -291,12 +228,14 @@ class Commit:
             step: The step, or None for a one-shot checkpoint.
             cancel: Asks the engine to stop this save.
             check_caller: Raises where waiting for the engine would never end.
+            items: Names of the items that are saved.
         """
         self.step = step
         self._cancel = cancel
         self._check_caller = check_caller
         self._future: Future[StepInfo] = Future()
-        self._arrival = Arrival(step, check_caller)
+        self._in_root = CommitFuture(self, "the step was not in the root")
+        self._items = {name: CommitFuture(self, f"item {name!r} was not durable") for name in items}
         self._guard = threading.Lock()
         self._stage: Stage = "waiting"
         self._progress = Progress()
@@ -306,6 +245,12 @@ class Commit:
         self._seen = False
         # Number of calls that wait for the outcome now, and will see it.
         self._waiting = 0
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            hint = ": await the commit, or call its result()" if name.startswith("wait") else ""
+            raise AttributeError(f"'Commit' object has no attribute {name!r}{hint}")
 
     def __reduce__(self) -> NoReturn:
         raise InvalidArgumentError(
@@ -329,9 +274,20 @@ class Commit:
         return self._skipped
 
     @property
-    def in_root(self) -> Arrival:
-        """The arrival of the step in the root, for a manager with tiers; await it."""
-        return self._arrival
+    def items(self) -> Mapping[str, CommitFuture]:
+        """A future for each item, by its name, that is done when the item is durable.
+
+        The step itself is committed later. An item without a name is called `default`.
+        """
+        return self._items
+
+    @property
+    def in_root(self) -> CommitFuture:
+        """A future that is done when the step is in the root, the last place of a run with tiers.
+
+        Without tiers of storage, that is when the commit itself is done.
+        """
+        return self._in_root
 
     def done(self) -> bool:
         """Return True if the save has ended: durable, failed, cancelled or skipped.
@@ -433,16 +389,17 @@ class Commit:
         return f"<Commit step={self.step} {self._stage}{share}>"
 
     def _wait(self, timeout: float | None) -> None:
-        if not self.done():
-            self._check_caller()
         with self._awaited():
-            if not settled_here(self._future, timeout):
-                raise CommitTimeoutError(
-                    f"the commit was still {self._stage} after {timeout} s; it goes on. Wait "
-                    "longer, or cancel() it",
-                    step=self.step,
-                )
+            self._settle(self._future, timeout, lambda: f"the commit was still {self._stage}")
             self._seen = True
+
+    def _settle(self, future: Future[Any], timeout: float | None, late: Callable[[], str]) -> None:
+        """Wait for a future of this save in this thread; `late` is the text if it takes longer."""
+        if not future.done():
+            self._check_caller()
+        if not settled_here(future, timeout):
+            what = f"{late()} after {timeout} s; it goes on. Wait longer, or cancel() it"
+            raise CommitTimeoutError(what, step=self.step)
 
     @contextlib.contextmanager
     def _awaited(self) -> Iterator[None]:
@@ -456,46 +413,124 @@ class Commit:
                 self._waiting -= 1
 
 
+class CommitFuture:
+    """A point of a save: an item is durable, or the step is in the root.
+
+    Await it, from any task of any event loop, any number of times, or wait for it in a thread with
+    `result()`. In a job, an item is durable when this process has written its part of it.
+
+    Example:
+        ```python
+        commit = await mgr.save(step, items={"model": model, "optimizer": optimizer})
+        await commit.items["model"]
+        ```
+    """
+
+    def __init__(self, commit: Commit, late: str) -> None:
+        """Made by a `Commit`; `late` is the text of the error of a wait that ends too early."""
+        self._commit = commit
+        self._late = late
+        self._future: Future[None] = Future()
+
+    def done(self) -> bool:
+        """Return True if it is decided: the point is reached, or will not be.
+
+        Example:
+            ```python
+            print(commit.in_root.done())
+            ```
+        """
+        return self._future.done()
+
+    def cancel(self) -> bool:
+        """Ask for the whole save to be stopped, as `Commit.cancel` does.
+
+        Example:
+            ```python
+            commit.items["model"].cancel()
+            ```
+        """
+        return self._commit.cancel()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error that `result` would raise, or None; waits as that does.
+
+        Example:
+            ```python
+            print(commit.items["model"].exception(timeout=60))
+            ```
+        """
+        self._commit._settle(self._future, timeout, lambda: self._late)
+        return self._future.exception()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait in this thread until the point is reached.
+
+        Args:
+            timeout: Seconds to wait at most; None waits for as long as it takes.
+
+        Raises:
+            CommitTimeoutError: It was not reached in time; the save goes on.
+            CheckpointError: The save failed.
+            SaveSkippedError: The save was skipped.
+            NotInRootError: The step stays where it is; the message says why.
+
+        Example:
+            ```python
+            commit.in_root.result(timeout=600)
+            ```
+        """
+        self._commit._settle(self._future, timeout, lambda: self._late)
+        outcome(self._future)
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        if not self.done():
+            self._commit._check_caller()
+        yield from settled(self._future).__await__()
+        outcome(self._future)
+
+
 class CommitHooks:
     """The engine's side of a `Commit`: moves it along and ends it. Used on the engine's thread."""
 
     def __init__(self, commit: Commit) -> None:
         """Drive `commit`, whose save was called just now."""
-        self._commit = commit
+        # What the user has.
+        self.commit: Commit = commit
         self.watch: Stopwatch = Stopwatch()
         # True if its failure is reported by other means.
         self.is_excused = False
 
     def stage(self, stage: Stage) -> None:
         """Set the present stage of the save."""
-        self._commit._stage = stage
+        self.commit._stage = stage
 
     @property
     def now(self) -> tuple[Stage, Progress]:
         """The stage and the progress of the save."""
-        return self._commit._stage, self._commit._progress
+        return self.commit._stage, self.commit._progress
 
     def advance(self, *, staged: int = 0, written: int = 0, total: int = 0) -> None:
-        now = self._commit._progress
-        self._commit._progress = Progress(
+        now = self.commit._progress
+        self.commit._progress = Progress(
             now.staged + staged, now.written + written, now.total + total
         )
 
-    @property
-    def commit(self) -> Commit:
-        """The commit that the user has."""
-        return self._commit
+    def durable(self, item: str) -> None:
+        """Note that an item is durable."""
+        if item in self.commit._items:
+            self.commit._items[item]._future.set_result(None)
 
     def finish(self, info: StepInfo, *, in_root: bool = True) -> None:
         """End the save as durable; with `in_root`, the step has arrived in the root."""
-        self._commit._stage = "done"
-        self._commit._future.set_result(info)
+        self.commit._stage = "done"
+        self.commit._future.set_result(info)
         if in_root:
-            arrived(self._commit)
+            arrived(self.commit)
 
     def skip(self, reason: str) -> None:
         """End the save as turned down, by a policy or because it is there already."""
-        commit = self._commit
+        commit = self.commit
         commit._skipped = reason
         commit._stage = "skipped"
         # A skipped save has no error of its own, so the manager's exit raises nothing.
@@ -505,32 +540,37 @@ class CommitHooks:
             "backlog are overruled by force=True",
             step=commit.step,
         )
-        commit._future.set_exception(error)
-        commit._arrival._future.set_exception(error)
+        self._end(error)
 
     def fail(self, error: BaseException, *, owed: bool) -> None:
         """End the save with `error`; `owed` is True if only the commit delivers it."""
-        self._commit._stage = "failed"
-        self._commit._owed, self._commit._seen = owed, not owed
-        self._commit._future.set_exception(error)
-        self._commit._arrival._future.set_exception(error)
+        self.commit._stage = "failed"
+        self.commit._owed, self.commit._seen = owed, not owed
+        self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        commit = self.commit
+        commit._future.set_exception(error)
+        for each in (commit._in_root, *commit._items.values()):
+            if not each.done():
+                each._future.set_exception(error)
 
     @property
     def is_seen(self) -> bool:
         """True if the outcome has been fetched."""
-        return self._commit._seen
+        return self.commit._seen
 
     def awaited(self) -> AbstractContextManager[None]:
         """Count the body among the calls that wait for the outcome, and will see it."""
-        return self._commit._awaited()
+        return self.commit._awaited()
 
     def unseen_error(self) -> BaseException | None:
         """Return the error if nobody has fetched it, or waits for it, and mark it as fetched."""
-        return None if self._commit._seen or self._commit._waiting else self.owed_error()
+        return None if self.commit._seen or self.commit._waiting else self.owed_error()
 
     def owed_error(self) -> BaseException | None:
         """Return the error of a save whose call had returned, and mark it as fetched; else None."""
-        commit = self._commit
+        commit = self.commit
         if not (commit._owed and commit.done()):
             return None
         commit._seen = True
@@ -539,13 +579,13 @@ class CommitHooks:
 
 def arrived(commit: Commit) -> None:
     """Mark the step of a commit as arrived in the root."""
-    commit._arrival._future.set_result(None)
+    commit._in_root._future.set_result(None)
 
 
 def stays(commit: Commit, reason: str) -> None:
     """End the arrival of a step that will not be copied to the root, for a reason."""
     error = NotInRootError(f"the step is not in the root: {reason}", step=commit.step)
-    commit._arrival._future.set_exception(error)
+    commit._in_root._future.set_exception(error)
 
 
 def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None = None) -> StepInfo:

@@ -11,7 +11,7 @@ from ckpt._api.stored_array import StoredArray
 from ckpt._api.trash import Trash
 from ckpt._api.watch import Watch
 from ckpt._calls.conversion import Conversion
-from ckpt._commit import Arrival, Progress, SaveStatistics
+from ckpt._commit import CommitFuture, Progress, SaveStatistics
 from ckpt._engine.verify.report import Problem, VerifyReport
 from ckpt._events import Event
 from ckpt._format.history import DroppedItem
@@ -23,7 +23,7 @@ from ckpt._tree.classes import UnknownNode
 from ckpt._vitals.records import LeafSigns
 
 __all__ = [
-    "Arrival",
+    "CommitFuture",
     "Conversion",
     "DroppedItem",
     "Event",

@@ -88,7 +88,7 @@ class BackgroundSaves:
             engine = replace(engine, handlers=find_handlers(handlers), plans=PlanCache(rules))
         location = f"{storage.location}/{step_dir}"
         job = make_job(coordinator, timeouts, location, engine)
-        run = SaveRun(None, step_dir, self.loop.check_caller)
+        run = SaveRun(request, self.loop.check_caller)
         given = storage, request, engine, job, run
         return run.submit(self.loop, self._commits, location, self._save, *given)
 
@@ -111,7 +111,7 @@ class BackgroundSaves:
         async def admitted() -> None:
             with recorder.phase("wait"):
                 await backlog.admitted(run)
-            hooks.watch.add_wait(hooks.watch.elapsed)
+            hooks.watch.add("waited", hooks.watch.began)
 
         try:
             manifest = await save_one_shot(

@@ -177,7 +177,7 @@ async def _run(session: SaveSession, request: SaveRequest, calls: SaveCalls) -> 
                         notes.check_items()
                     hooks.stage("writing")
                     session.end_staging(call)
-                hooks.watch.add_blocked(call.began)
+                hooks.watch.add("blocked", call.began)
                 call.on_snapshot()
                 call.caller_released.set()
                 for each in [each for each in pending if each not in before]:
@@ -254,6 +254,7 @@ async def _commit_item(
         if not isinstance(entry, ItemEntry):
             raise TypeError(f"the commit gave {entry!r:.80}, which is no ItemEntry")
         entries[item.name] = await item.writer.finish(entry)
+    session.hooks.durable(item.name)
     item.close()
     # Finished parts must not accumulate.
     del pending[item]

@@ -88,13 +88,15 @@ class SaveRun:
         superseded_by: Step of the newer save for which this one was given up, or None.
     """
 
-    def __init__(self, step: int | None, step_dir: str, check_caller: Callable[[], None]) -> None:
+    def __init__(self, request: SaveRequest, check_caller: Callable[[], None]) -> None:
         """Make a save that was called just now; see `Commit` for `check_caller`."""
         jobs: list[Job[None]] = []
-        self.step = step
-        self.step_dir = step_dir
+        self.step: int | None = request.step
+        self.step_dir: str = request.step_dir
         self.stage: SaveStage = SaveStage.CALLED
-        self.commit: Commit = Commit(step, lambda: jobs[0].cancel(), check_caller)
+        self.commit: Commit = Commit(
+            request.step, lambda: jobs[0].cancel(), check_caller, request.items
+        )
         self.hooks: CommitHooks = CommitHooks(self.commit)
         self.returned: Future[None] = Future()
         self.waits_for_end = False
@@ -116,7 +118,7 @@ class SaveRun:
         Returns:
             The commit, the job behind it, and `returned`.
         """
-        commits.adopt(self.hooks, self.commit, where)
+        commits.adopt(self.hooks, where)
         try:
             self._jobs.append(loop.submit(work, *args))
         except BaseException:

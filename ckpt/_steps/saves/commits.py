@@ -34,42 +34,42 @@ class OpenCommits:
     def __init__(self, on_failure: OnFailure = "raise") -> None:
         """Begin with no commits; with "log", only the commits themselves raise their errors."""
         self._on_failure = on_failure
-        # Each commit with the place to which it is saved.
-        self._commits: dict[CommitHooks, tuple[Commit, str]] = {}
+        # The saves, each with its place.
+        self._saves: dict[CommitHooks, str] = {}
         # True if a save has failed since `are_in_doubt` was called, even if its error was checked.
         self._has_failed = False
         self._pid = os.getpid()
 
     def __len__(self) -> int:
-        return len(self._commits)
+        return len(self._saves)
 
     def __del__(self) -> None:
         # The last chance to report errors: the manager is gone. Nothing else is touched,
         # because at interpreter exit the modules may be gone already.
-        if getattr(self, "_commits", None) and os.getpid() == self._pid and self._tell_unseen():
+        if getattr(self, "_saves", None) and os.getpid() == self._pid and self._tell_unseen():
             fail_exit()
 
     def are_in_doubt(self, new: CommitHooks) -> bool:
         """Return True if a save has failed since the save before `new`, or may still fail."""
         has_failed, self._has_failed = self._has_failed, False
-        return has_failed or any(hooks is not new for hooks in list(self._commits))
+        return has_failed or any(hooks is not new for hooks in list(self._saves))
 
     def under_way(self, where: str | None = None) -> list[Commit]:
         """Return the commits of saves under way, to one place if `where` is given."""
         return [
-            commit
-            for commit, place in list(self._commits.values())
-            if not commit.done() and where in (None, place)
+            hooks.commit
+            for hooks, place in list(self._saves.items())
+            if not hooks.commit.done() and where in (None, place)
         ]
 
-    def adopt(self, hooks: CommitHooks, commit: Commit, where: str) -> None:
+    def adopt(self, hooks: CommitHooks, where: str) -> None:
         """Count a save among those under way, and report its error; `where` is for messages."""
         self._forget_seen()
-        self._commits[hooks] = commit, where
+        self._saves[hooks] = where
 
     def drop(self, hooks: CommitHooks) -> None:
         """Forget a save: it has succeeded, or its error has another owner."""
-        self._commits.pop(hooks, None)
+        self._saves.pop(hooks, None)
 
     def fail(
         self, hooks: CommitHooks, error: Exception, *, returned: bool, newest: int | None = None
@@ -82,10 +82,10 @@ class OpenCommits:
             returned: True if the call of the save has returned.
             newest: The newest durable step of the root.
         """
-        commit, where = self._commits[hooks]
         owed = returned and not isinstance(error, CommitCancelledError)
         if owed:
-            logger.error("%s", _line(commit.step, where, error, newest))
+            where = self._saves[hooks]
+            logger.error("%s", _line(hooks.commit.step, where, error, newest))
         raises = self._on_failure == "raise" and not hooks.is_excused
         self._has_failed = self._has_failed or owed
         hooks.fail(error, owed=owed and raises)
@@ -112,7 +112,7 @@ class OpenCommits:
     def excuse(self, new: CommitHooks) -> None:
         """Count the failures of saves before `new` as checked: a call has raised them."""
         self.take()
-        for hooks in self._commits:
+        for hooks in self._saves:
             hooks.is_excused = hooks.is_excused or hooks is not new
 
     async def failure_after(self, wait: Callable[[], Awaitable[object]]) -> BaseException | None:
@@ -120,7 +120,7 @@ class OpenCommits:
 
         Every call that waits gets the error, even if several wait.
         """
-        waited = [hooks for hooks in list(self._commits) if not hooks.is_seen]
+        waited = [hooks for hooks in list(self._saves) if not hooks.is_seen]
         with contextlib.ExitStack() as stack:
             for hooks in waited:
                 stack.enter_context(hooks.awaited())
@@ -131,7 +131,7 @@ class OpenCommits:
 
     def _take(self) -> list[tuple[BaseException, str]]:
         errors = []
-        for hooks, (_, where) in list(self._commits.items()):
+        for hooks, where in list(self._saves.items()):
             # An error that is being awaited stays: its waiter may still be cancelled.
             error = hooks.unseen_error()
             if error is not None:
@@ -140,13 +140,17 @@ class OpenCommits:
         return errors
 
     def _forget_seen(self) -> None:
-        for hooks, (commit, _) in list(self._commits.items()):
-            if commit.done() and hooks.is_seen:
+        for hooks in list(self._saves):
+            if hooks.commit.done() and hooks.is_seen:
                 self.drop(hooks)
 
     def _cancel_all(self) -> list[tuple[Commit, str]]:
         """Ask every save under way to stop; return the commits and their places."""
-        return [each for each in list(self._commits.values()) if each[0].cancel()]
+        return [
+            (hooks.commit, where)
+            for hooks, where in list(self._saves.items())
+            if hooks.commit.cancel()
+        ]
 
     def _tell_unseen(self) -> bool:
         """Write unchecked errors to standard error; return True if there were any."""

@@ -214,7 +214,7 @@ class OpenSave:
         recorder = EventRecorder("save", request.step, saves.engine.observers)
         hooks = CommitHooks(self.commit)
         self._calls = SaveCalls()
-        saves.commits.adopt(hooks, self.commit, root.storage.location)
+        saves.commits.adopt(hooks, root.storage.location)
         try:
             failure = saves.commits.take_before(step)
             if failure is not None:

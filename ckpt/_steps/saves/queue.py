@@ -187,7 +187,7 @@ class SaveQueue:
         # Ask on the caller's thread, which may install signal handlers; the answer is kept.
         self._preemption.open()
         self._preemption.reached(step)
-        run = SaveRun(step, step_dir, self.loop.check_caller)
+        run = SaveRun(request, self.loop.check_caller)
         given = request, force, run, refuse
         where = self.root.storage.location
         return run.submit(self.loop, self.commits, where, self._save, *given)
@@ -374,7 +374,7 @@ class SaveQueue:
         # earlier save.
         async with processes.busy():
             await self._patiently(partial(backlog.admitted, run), f"step {step}")
-            run.hooks.watch.add_wait(run.hooks.watch.began)
+            run.hooks.watch.add("waited", run.hooks.watch.began)
             await root.open()
             if any(check_step(other.step) > step for other in before) or (
                 same and request.if_exists == "equal"
@@ -394,7 +394,7 @@ class SaveQueue:
         await self.root.begin()
         with recorder.phase("wait"):
             await self._patiently(partial(self._backlog.first, run), f"step {run.step}")
-        run.hooks.watch.add_wait(began)
+        run.hooks.watch.add("waited", began)
 
     async def _patiently(self, wait: Callable[[], Awaitable[object]], who: str) -> None:
         """Wait for other saves; warn once if it takes long. `wait` may be called twice."""

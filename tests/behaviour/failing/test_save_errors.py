@@ -532,4 +532,4 @@ def test_failures_that_were_fetched_are_not_kept(tmp_path: Path) -> None:
             commit = mgr.save(step, Odd(SMALL, error=fire()))
             assert isinstance(commit.exception(PATIENCE_S), ckpt.CheckpointError)
         mgr.save(5, SMALL).result(PATIENCE_S)
-        assert not mgr._service.saves.commits._commits
+        assert len(mgr._service.saves.commits) == 0

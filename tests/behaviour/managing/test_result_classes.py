@@ -47,7 +47,7 @@ def test_of_plain_calls(tmp_path: Path) -> None:
         array = ckpt.sync.open_array(tmp_path / "run" / "1", "w", item="tree")
         results = [
             (ckpt.Commit, commit),
-            (ckpt.types.Arrival, commit.in_root),
+            (ckpt.types.CommitFuture, commit.in_root),
             (ckpt.types.Progress, commit.progress),
             (ckpt.StepInfo, info),
             (ckpt.types.SaveStatistics, info.statistics),

@@ -17,6 +17,7 @@ import ckpt.sync
 from ckpt import errors
 from ckpt._format.manifest import ItemEntry
 from ckpt._steps.saves.backlog import NEXT_STAGES, SaveRun, SaveStage
+from ckpt._steps.saves.save_arguments import make_request
 from ckpt.handlers._base import Deferred
 from tests.support.conditions import until
 from tests.support.gated_item import PATIENCE_S, Gate, GateHandler
@@ -219,7 +220,7 @@ def test_the_saves_above_take_every_way_that_there_is() -> None:
 @pytest.mark.parametrize("here", SaveStage)
 def test_a_save_takes_no_other_way(here: SaveStage) -> None:
     for there in SaveStage:
-        run = SaveRun(1, "1", lambda: None)
+        run = SaveRun(make_request("1", 1, {}, None, None, None, if_exists="equal"), lambda: None)
         run.stage = here
         if there in NEXT_STAGES.get(here, ()):
             run.enter(there)

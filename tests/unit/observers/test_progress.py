@@ -24,7 +24,7 @@ import pytest
 from rich.console import Console
 
 import ckpt.sync
-from ckpt._events import Event, emit
+from ckpt._events import Event, GuardedObserver
 from ckpt.errors import InvalidArgumentError, UnsupportedLeafError
 from ckpt.observers import ProgressBar
 from tests.support.gated_item import PATIENCE_S
@@ -256,9 +256,10 @@ def test_a_terminal_that_has_gone_is_told_of_once(caplog: pytest.LogCaptureFixtu
             raise OSError(5, "Input/output error")
 
     observer = ProgressBar(Console(file=Gone(), force_terminal=True, width=100))
+    guarded = GuardedObserver(observer)
     with caplog.at_level(logging.ERROR, "ckpt"):
         for each in (*a_long_save(), end(0, 10 * SECOND, step=7)):
-            emit([observer], each)
+            guarded(each)
     assert len(caplog.records) == 1
 
 
