@@ -122,7 +122,9 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in __all__ or name in _MODULES:
         return importlib.import_module(f"ckpt.{name}")
-    raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+    from ckpt._api.hints import no_attribute
+
+    raise no_attribute("module 'ckpt'", name)
 
 
 def __dir__() -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, get_args
 
+from ckpt._api.hints import hinted, no_attribute
 from ckpt._arguments import instance_of, invalid, is_config, one_of, plain_json
 from ckpt._calls.watches import watcher_of
 from ckpt._events import Observer
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 class ManagerBase:
     """The part that both managers share: their arguments, and the methods that never wait."""
 
+    @hinted
     def __init__(
         self,
         root: PathLike,
@@ -180,7 +182,12 @@ class ManagerBase:
         for base in cls.__mro__[:-1]:
             for name, method in vars(base).items():
                 if inspect.isfunction(method):
-                    method.__qualname__ = f"{cls.__name__}.{name}"
+                    inspect.unwrap(method).__qualname__ = f"{cls.__name__}.{name}"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            raise no_attribute(f"{type(self).__name__!r} object", name)
 
     def __reduce__(self) -> NoReturn:
         raise InvalidArgumentError(

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckpt._api import waits
+from ckpt._api.hints import hinted
 from ckpt._api.resumption import State
 from ckpt._api.stored_array import StoredArray
 from ckpt._api.watch import Watch
@@ -101,6 +102,7 @@ async def save(
 ) -> StepInfo | Commit: ...
 
 
+@hinted
 async def save(
     path: PathLike,
     state: Any = None,
@@ -178,6 +180,7 @@ async def save(
     return commit
 
 
+@hinted
 async def load(
     path: PathLike | Mapping[str, PathLike | Source],
     like: State | None = None,
@@ -252,6 +255,7 @@ async def metadata(path: PathLike) -> StepMetadata:
     return await run_once(metadata_call(path))
 
 
+@hinted
 async def verify(
     path: PathLike,
     *,
@@ -291,6 +295,7 @@ async def verify(
     return await run_once(verify_call(path, read_limits(deep, sample, seed, timeout), deep))
 
 
+@hinted
 def watch(
     root: PathLike,
     *,
@@ -379,6 +384,7 @@ async def open_array(path: PathLike, leaf: str, *, item: str | None = None) -> S
     return StoredArray(await run_once(partial(find_array, path, leaf, item)))
 
 
+@hinted
 async def convert(
     source: PathLike | Mapping[Any, float],
     target: PathLike,
@@ -443,6 +449,7 @@ async def convert(
     )
 
 
+@hinted
 async def merge(
     weights: Mapping[Any, float],
     like: State | None = None,
@@ -491,6 +498,7 @@ async def merge(
     return await run_once(call)
 
 
+@hinted
 async def adopt(
     source: PathLike,
     target: PathLike,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, overload
 
 from ckpt._api import waits
 from ckpt._api.bases import refused
+from ckpt._api.hints import hinted
 from ckpt._api.managed_steps import ManagedSteps
 from ckpt._api.partial import PartialSave
 from ckpt._api.resumption import Fresh, State, fresh_state, resume_target, source_target
@@ -121,6 +122,7 @@ class CheckpointManager(ManagedSteps):
         timeout: float | None = None,
     ) -> StepInfo | None: ...
 
+    @hinted
     async def save(
         self,
         step: SupportsIndex,
@@ -194,6 +196,7 @@ class CheckpointManager(ManagedSteps):
         await waits.snapshot_taken(job, staged)
         return await waits.durable(job, commit) if durable else commit
 
+    @hinted
     async def snapshot(
         self,
         step: SupportsIndex,
@@ -244,6 +247,7 @@ class CheckpointManager(ManagedSteps):
         await waits.snapshot_taken(job, staged)
         return commit
 
+    @hinted
     def partial(
         self,
         step: SupportsIndex,
@@ -267,6 +271,7 @@ class CheckpointManager(ManagedSteps):
         started = self._service.start_partial(step, metrics, custom_metadata, if_exists=if_exists)
         return PartialSave(started, self)
 
+    @hinted
     async def restore(
         self,
         step: SupportsIndex | None = None,
@@ -369,6 +374,7 @@ class CheckpointManager(ManagedSteps):
         source: PathLike | None = None,
     ) -> tuple[int, dict[str, Any]]: ...
 
+    @hinted
     async def resume(
         self,
         init: Any = None,

@@ -299,7 +299,7 @@ def call_once(call: Callable[[], Awaitable[T]]) -> T:
     """Return the result of a call that runs on a loop of its own; block until it is there."""
     loop = EngineLoop()
     try:
-        return loop.call(call)
+        return loop.call_served(lambda _: call())
     finally:
         end_loop_here(loop)
 

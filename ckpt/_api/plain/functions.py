@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckpt._api import plain_waits as waits
+from ckpt._api.hints import hinted
 from ckpt._api.plain.stored_array import SyncStoredArray
 from ckpt._api.plain.watch import SyncWatch
 from ckpt._api.resumption import State
@@ -102,6 +103,7 @@ def save(
 ) -> StepInfo | Commit: ...
 
 
+@hinted
 def save(
     path: PathLike,
     state: Any = None,
@@ -179,6 +181,7 @@ def save(
     return commit
 
 
+@hinted
 def load(
     path: PathLike | Mapping[str, PathLike | Source],
     like: State | None = None,
@@ -253,6 +256,7 @@ def metadata(path: PathLike) -> StepMetadata:
     return call_once(metadata_call(path))
 
 
+@hinted
 def verify(
     path: PathLike,
     *,
@@ -292,6 +296,7 @@ def verify(
     return call_once(verify_call(path, read_limits(deep, sample, seed, timeout), deep))
 
 
+@hinted
 def watch(
     root: PathLike,
     *,
@@ -380,6 +385,7 @@ def open_array(path: PathLike, leaf: str, *, item: str | None = None) -> SyncSto
     return SyncStoredArray(call_once(partial(find_array, path, leaf, item)))
 
 
+@hinted
 def convert(
     source: PathLike | Mapping[Any, float],
     target: PathLike,
@@ -444,6 +450,7 @@ def convert(
     )
 
 
+@hinted
 def merge(
     weights: Mapping[Any, float],
     like: State | None = None,
@@ -492,6 +499,7 @@ def merge(
     return call_once(call)
 
 
+@hinted
 def adopt(
     source: PathLike,
     target: PathLike,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, overload
 
 from ckpt._api import plain_waits as waits
 from ckpt._api.bases import refused
+from ckpt._api.hints import hinted
 from ckpt._api.plain.managed_steps import ManagedSteps
 from ckpt._api.plain.partial import SyncPartialSave
 from ckpt._api.plain.watch import SyncWatch
@@ -122,6 +123,7 @@ class CheckpointManager(ManagedSteps):
         timeout: float | None = None,
     ) -> StepInfo | None: ...
 
+    @hinted
     def save(
         self,
         step: SupportsIndex,
@@ -195,6 +197,7 @@ class CheckpointManager(ManagedSteps):
         waits.snapshot_taken(job, staged)
         return waits.durable(job, commit) if durable else commit
 
+    @hinted
     def snapshot(
         self,
         step: SupportsIndex,
@@ -245,6 +248,7 @@ class CheckpointManager(ManagedSteps):
         waits.snapshot_taken(job, staged)
         return commit
 
+    @hinted
     def partial(
         self,
         step: SupportsIndex,
@@ -268,6 +272,7 @@ class CheckpointManager(ManagedSteps):
         started = self._service.start_partial(step, metrics, custom_metadata, if_exists=if_exists)
         return SyncPartialSave(started, self)
 
+    @hinted
     def restore(
         self,
         step: SupportsIndex | None = None,
@@ -370,6 +375,7 @@ class CheckpointManager(ManagedSteps):
         source: PathLike | None = None,
     ) -> tuple[int, dict[str, Any]]: ...
 
+    @hinted
     def resume(
         self,
         init: Any = None,
