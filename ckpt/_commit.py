@@ -110,12 +110,6 @@ def _since(began: float) -> float:
     return max(time.perf_counter() - began, 0.0)
 
 
-def _early_statistics(early: Mapping[str, float]) -> SaveStatistics:
-    """Return the statistics that a manifest holds."""
-    known: dict[str, Any] = {name: early[name] for name in _EARLY if name in early}
-    return SaveStatistics(**known)
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class StepInfo:
     """The summary of a committed step, which needs no reading of its arrays.
@@ -222,14 +216,7 @@ class Commit:
         check_caller: Callable[[], None] = lambda: None,
         items: Iterable[str] = (),
     ) -> None:
-        """Made by a manager.
-
-        Args:
-            step: The step, or None for a one-shot checkpoint.
-            cancel: Asks the engine to stop this save.
-            check_caller: Raises where waiting for the engine would never end.
-            items: Names of the items that are saved.
-        """
+        """Made by a manager; `check_caller` raises where waiting for the engine would never end."""
         self.step = step
         self._cancel = cancel
         self._check_caller = check_caller
@@ -505,11 +492,6 @@ class CommitHooks:
         """Set the present stage of the save."""
         self.commit._stage = stage
 
-    @property
-    def now(self) -> tuple[Stage, Progress]:
-        """The stage and the progress of the save."""
-        return self.commit._stage, self.commit._progress
-
     def advance(self, *, staged: int = 0, written: int = 0, total: int = 0) -> None:
         now = self.commit._progress
         self.commit._progress = Progress(
@@ -597,7 +579,8 @@ def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None =
         statistics: Times of the save; None for those in the manifest.
     """
     shared = sum(file.size for file in manifest.files.values() if file.shared)
-    statistics = statistics or _early_statistics(manifest.statistics)
+    early: dict[str, Any] = {name: t for name, t in manifest.statistics.items() if name in _EARLY}
+    statistics = statistics or SaveStatistics(**early)
     return StepInfo(
         step=manifest.step,
         path=path,

@@ -359,7 +359,7 @@ def watch(
     return Watch(watcher_of(root, options, step_names, timeouts))
 
 
-async def open_array(path: PathLike, leaf: str, *, item: str | None = None) -> StoredArray:
+async def open_array(path: PathLike, leaf: str) -> StoredArray:
     """Open one array of a checkpoint, to read parts of it.
 
     Opening reads the manifest, and no array bytes. It works for everything that `ckpt.load` reads:
@@ -368,8 +368,8 @@ async def open_array(path: PathLike, leaf: str, *, item: str | None = None) -> S
 
     Args:
         path: The directory, URL or store of the checkpoint.
-        leaf: Leaf path of the array, as `ckpt.metadata(path)` shows it.
-        item: The item of the array, if there are several items.
+        leaf: Leaf path of the array, as `ckpt.metadata(path)` shows it: `params.w`, or in a
+            checkpoint with named items `model:params.w`.
 
     Raises:
         InvalidArgumentError: There is no such item or leaf, or the leaf is no array.
@@ -381,7 +381,7 @@ async def open_array(path: PathLike, leaf: str, *, item: str | None = None) -> S
         first = await kernel[0]
         ```
     """
-    return StoredArray(await run_once(partial(find_array, path, leaf, item)))
+    return StoredArray(await run_once(partial(find_array, path, leaf)))
 
 
 @hinted

@@ -21,8 +21,8 @@ from ckpt._steps.opened import OpenedStep
 from ckpt._steps.path_diagnosis import opened_checkpoint
 from ckpt._steps.restores.restore_arguments import context_of
 from ckpt._tree.boxes import unboxed_names
+from ckpt._tree.item_leaves import branch_of
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
-from ckpt._tree.leaf_names import escape_slashes
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import InvalidArgumentError
 from ckpt.storage._resolve import PathLike, open_step_dir
@@ -54,7 +54,7 @@ class FoundArray(Struct, frozen=True):
         return found
 
 
-async def find_array(path: PathLike, leaf: str, item: str | None) -> FoundArray:
+async def find_array(path: PathLike, leaf: str) -> FoundArray:
     """Return an array of a checkpoint.
 
     Raises:
@@ -64,18 +64,13 @@ async def find_array(path: PathLike, leaf: str, item: str | None) -> FoundArray:
     storage, step_dir = open_step_dir(path, follow=True)
     opened = await opened_checkpoint(path, storage, step_dir)
     where, manifest = opened.location, opened.manifest
-    if item is None and len(manifest.items) == 1:
-        [item] = manifest.items
-    if item is None or item not in manifest.items:
-        listed = ", ".join(map(repr, manifest.items))
-        what = f"it has several items ({listed}): say with item= in which the array is"
-        if item is not None:
-            what = f"there is no item {item!r:.80}, only {listed}"
-        raise InvalidArgumentError(f"{where}: {what}")
+    try:
+        item, name = branch_of(str(leaf), list(manifest.items), unnamed=manifest.unnamed)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{where}: {error.message}") from None
     entry = manifest.items[item]
     check_leaves(entry)
     names = list(unboxed_names(entry.nodes, entry.leaves.names))
-    name = escape_slashes(str(leaf))
     if name not in names:
         below = [each for each in names if each.startswith(f"{name}.")]
         hint = suggestion(name, names)

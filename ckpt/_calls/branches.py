@@ -33,6 +33,7 @@ from ckpt._steps.restores.restore_arguments import (
     volume_text,
     wanted_items,
 )
+from ckpt._tree.item_leaves import branch_of
 from ckpt._tree.leaf_names import escape_slashes, nested
 from ckpt.errors import CheckpointError, InvalidArgumentError, located
 from ckpt.handlers._registry import HandlersLike
@@ -51,8 +52,8 @@ class Source:
 
     Attributes:
         path: Directory, URL or store of the checkpoint, as for `ckpt.load`.
-        at: Leaf path of the branch in the checkpoint; if the checkpoint has named items, the first
-            key is the name of an item. None stands for the whole checkpoint.
+        at: Leaf path of the branch in the checkpoint, such as `params`; if the checkpoint has named
+            items, `model:params`, or `model` for all of one. None stands for the whole checkpoint.
 
     Example:
         ```python
@@ -207,28 +208,8 @@ async def _loaded(
 
 def _options_of_branch(manifest: Manifest, branch: _BranchLoad) -> RestoreOptions:
     """Return the options that load the one item of a branch."""
-    at = None if branch.source.at is None else escape_slashes(branch.source.at)
-    if not manifest.items:
-        raise InvalidArgumentError("it has no items", step=manifest.step)
-    item, *others = manifest.items
-    if others or not manifest.unnamed:
-        first, _, below = (at or "").partition(".")
-        if first in manifest.items:
-            item, at = first, below or None
-        elif others:
-            listed = ", ".join(manifest.items)
-            raise InvalidArgumentError(
-                f"it has several items ({listed}): begin with one, as in "
-                f"ckpt.Source(path, at={item!r})",
-                step=manifest.step,
-            )
-    if at is not None and (branch.adapt.select is not None or branch.adapt.rename is not None):
-        raise InvalidArgumentError(
-            f"the branch {at!r:.200} is selected and renamed already: leave out select and rename "
-            "of its adapt=, or take the whole checkpoint, ckpt.Source(path)",
-            step=manifest.step,
-        )
-    return RestoreOptions(items={item: branch.like}, at=at, adapt=branch.adapt)
+    item, path = branch_of(branch.source.at or "", list(manifest.items), unnamed=manifest.unnamed)
+    return RestoreOptions(items={item: branch.like}, at=path or None, adapt=branch.adapt)
 
 
 def _checked(sources: Mapping[Any, Any]) -> dict[str, Source]:

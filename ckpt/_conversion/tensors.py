@@ -13,8 +13,9 @@ from ckpt._conversion.checkpoint_items import CheckpointItem
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.regions import Region, chunk_grid, chunk_region
 from ckpt._tree.boxes import unboxed_names
+from ckpt._tree.item_leaves import branch_of
 from ckpt._tree.leaf_kinds import CALLABLE
-from ckpt._tree.leaf_names import escape_slashes, unescape_key
+from ckpt._tree.leaf_names import unescape_key
 from ckpt._tree.leaf_specs import CheckpointLeaf, LeafSpec
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import WHOLE_ITEM, InvalidArgumentError, UnsupportedLeafError
@@ -63,23 +64,25 @@ def tensors_of(
         InvalidArgumentError: There is no such branch.
         UnsupportedLeafError: The format cannot hold some leaves; lists them.
     """
-    at = None if at is None else escape_slashes(at)
+    only, branch = None, ""
+    if at is not None:
+        only, branch = branch_of(at, list(items), unnamed=unnamed)
     found: list[ExportedArray] = []
     problems: list[str] = []
     functions: list[str] = []
     paths: list[str] = []
     for name, item in items.items():
-        top = () if unnamed else (name,)
+        if only not in (None, name):
+            continue
+        top = () if unnamed or only is not None else (name,)
         if item.tree is None:
-            where = ".".join(top) or name
-            if _below(where, at) is not None:
-                problems.append(f"{where}: it is not a tree of arrays")
+            problems.append(f"{name}: it is not a tree of arrays")
             continue
         names = unboxed_names(item.tree.nodes, item.tree.names)
         for path, leaf in zip(names, item.tree.leaves, strict=True):
             full = ".".join(top if path == WHOLE_ITEM else (*top, path))
             paths.append(full)
-            rest = _below(full, at)
+            rest = _below(full, branch)
             if rest is None:
                 continue
             if not isinstance(leaf, CheckpointLeaf):
@@ -103,7 +106,7 @@ def tensors_of(
         )
     if not found:
         if at is not None:
-            hint = suggestion(at, paths)
+            hint = suggestion(branch, paths)
             raise InvalidArgumentError(f"at={at!r:.120}: there is no array below it{hint}")
         raise InvalidArgumentError("there is no array in the checkpoint, so nothing was written")
     if functions:
@@ -113,9 +116,9 @@ def tensors_of(
     return found
 
 
-def _below(path: str, at: str | None) -> str | None:
+def _below(path: str, at: str) -> str | None:
     """Return the rest of a path below a branch, or None if the path is elsewhere."""
-    if at is None:
+    if not at:
         return path
     if path == at:
         return path.rpartition(".")[2]

@@ -224,9 +224,7 @@ async def _opened(root: RunRoot, step: IndexedStep) -> Checkpoint:
 
 
 def _reason(found: CheckpointDifferences) -> str:
-    names = [
-        ": ".join(filter(None, (each.leaf.item, each.leaf.path))) for each in found.not_compared
-    ]
+    names = [each.leaf.name for each in found.not_compared]
     more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
     shown = ", ".join(names[:_MOST_NAMED])
     return f"{shown}{more}: other chunks or no digests, and no vital signs in both"

@@ -12,6 +12,7 @@ from ckpt._format.dtypes import DTYPES
 from ckpt._format.leaf_table import DIGEST_BYTES, LeafForm, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._tree.boxes import unboxed_names
+from ckpt._tree.item_leaves import leaf_of_item
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.table import sharding_text
 from ckpt.errors import CorruptCheckpointError
@@ -53,6 +54,11 @@ class LeafRecord(Struct, frozen=True):
     same_as: str | None = None
     value: str | None = None
     content: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The leaf as people write it: `model:params.w`."""
+        return leaf_of_item(self.item, self.path)
 
     @property
     def is_array(self) -> bool:

@@ -16,6 +16,7 @@ from ckpt._format.leaf_table import LeafForm, signs_at
 from ckpt._format.manifest import ItemEntry, JsonValue, Manifest, ShardingEntry
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._tree.boxes import unboxed_names
+from ckpt._tree.item_leaves import leaf_of_item
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, UNREADABLE, decode_scalar
 from ckpt._tree.shardings import ShardingTree, spread
 from ckpt._tree.table import LeafRow, format_bytes, html_table, sharding_text, text_table
@@ -126,8 +127,8 @@ class StepMetadata:
         writer: Versions of the libraries that wrote it.
         unknown_classes: Classes whose nodes are a `UnknownNode` in the trees, each with the reason.
         unreadable: Leaves and items of another library's step that cannot be read, each with the
-            reason. Keys are leaf paths, after the name of the item if items have names. In the
-            trees such a leaf is `...`, too.
+            reason. Keys are leaf paths; if items have names, as `model:params.w`. In the trees such
+            a leaf is `...`, too.
 
     Example:
         ```python
@@ -223,8 +224,8 @@ class StepMetadata:
                 text = self.unreadable.get(item) or f"{about.data!r:.60}"
                 rows.append(LeafRow(item, about.handler, about.nbytes, text))
             for path, leaf in leaves.items():
-                where = path if self.unnamed else f"{item}: {path}"
-                reason = self.unreadable.get(path if self.unnamed else f"{item}/{path}")
+                where = leaf_of_item("" if self.unnamed else item, path)
+                reason = self.unreadable.get(where)
                 if reason is not None:
                     rows.append(LeafRow(where, "cannot be read", None, reason))
                 elif isinstance(leaf, LeafInfo):
@@ -288,10 +289,10 @@ def describe_step(manifest: Manifest, path: str) -> StepMetadata:
         check_leaves(item)
         paths = unboxed_names(item.nodes, item.leaves.names)
         forms = item.leaves.forms
-        start = "" if manifest.unnamed else f"{name}/"
         for number, value in item.leaves.values.items():
             if forms[item.leaves.form[number]].kind in UNREADABLE:
-                unreadable[f"{start}{paths[number]}"] = str(value)
+                leaf = leaf_of_item("" if manifest.unnamed else name, paths[number])
+                unreadable[leaf] = str(value)
         leaves = [
             _describe_leaf(paths, number, forms[form], item)
             for number, form in enumerate(item.leaves.form.tolist())

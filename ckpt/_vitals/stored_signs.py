@@ -11,6 +11,7 @@ import numpy as np
 from ckpt._format.leaf_table import LeafForm, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._tree.boxes import unboxed_names
+from ckpt._tree.item_leaves import leaf_of_item
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._vitals.records import UNKNOWN, Array, are_known
 from ckpt.errors import CorruptCheckpointError
@@ -73,7 +74,7 @@ def are_alike(one: Array, other: Array) -> tuple[Flags, Flags]:
 def nonfinite_leaves(manifest: Manifest) -> dict[str, int]:
     """Return the number of NaN and infinite values by leaf path, for leaves that have some.
 
-    In a step of several items, the name of the item comes before the path: `model/params.w`.
+    In a step of several items, the name of the item comes before the path: `model:params.w`.
     """
     found: dict[str, int] = {}
     for name, item in manifest.items.items():
@@ -93,9 +94,9 @@ def unequal_leaves(manifest: Manifest) -> list[str]:
 
 
 def _paths(manifest: Manifest, name: str, item: ItemEntry, numbers: Iterable[int]) -> list[str]:
-    start = "" if manifest.unnamed else f"{name}/"
     paths = unboxed_names(item.nodes, item.leaves.names)
-    return [f"{start}{paths[number]}" for number in numbers]
+    of = "" if manifest.unnamed else name
+    return [leaf_of_item(of, paths[number]) for number in numbers]
 
 
 def notable_arrays(table: LeafTable, arrays: Flags) -> Integers:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ckpt._inspection.differences import ChangedText, CheckpointDifferences, ComparedArray
+from ckpt._tree.item_leaves import leaf_of_item
 from ckpt.cli.tables import table
 from ckpt.cli.text import count_text
 
@@ -16,8 +17,8 @@ NORMS = "norms are of each array by itself; the norm of the difference may be la
 def difference_lines(found: CheckpointDifferences) -> Iterator[str]:
     """Yield the tables of the differences."""
     rows = [
-        *(("removed", _path(each.item, each.path), each.type_text, "") for each in found.removed),
-        *(("added", _path(each.item, each.path), "", each.type_text) for each in found.added),
+        *(("removed", each.name, each.type_text, "") for each in found.removed),
+        *(("added", each.name, "", each.type_text) for each in found.added),
         *_texts("type", found.types),
         *_texts("value", found.values),
         *_texts("item", found.items),
@@ -39,19 +40,15 @@ def difference_lines(found: CheckpointDifferences) -> Iterator[str]:
         yield from _chunks(found.not_compared, "not compared")
 
 
-def _path(item: str, path: str) -> str:
-    return ": ".join(filter(None, (item, path)))
-
-
 def _texts(what: str, changes: Sequence[ChangedText]) -> Iterator[tuple[str, str, str, str]]:
     for each in changes:
-        yield what, _path(each.item, each.name), each.before or "-", each.after or "-"
+        yield what, leaf_of_item(each.item, each.name), each.before or "-", each.after or "-"
 
 
 def _chunks(arrays: Sequence[ComparedArray], without_digests: str) -> Iterator[str]:
     rows = [
         (
-            _path(each.leaf.item, each.leaf.path),
+            each.leaf.name,
             each.leaf.type_text,
             _contents(each, without_digests),
             *_signs(each),
@@ -108,7 +105,7 @@ def _values(arrays: Sequence[ComparedArray]) -> Iterator[str]:
         ]
         rows.append(
             (
-                _path(each.leaf.item, each.leaf.path),
+                each.leaf.name,
                 each.leaf.type_text,
                 _number(change.max),
                 _number(change.mean),

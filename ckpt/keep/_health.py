@@ -31,7 +31,7 @@ class Healthy:
         n: Number of steps to keep.
         allow: Patterns of leaf paths whose arrays may have values that are not finite, such as
             `["**.mask"]`. In a step of several items they apply to each item, or to the one whose
-            name stands before them, as in `model/**.mask`. Replicas that differ are never allowed.
+            name stands before them, as in `model:**.mask`. Replicas that differ are never allowed.
 
     Raises:
         InvalidArgumentError: An argument is invalid.
@@ -178,19 +178,19 @@ def _not_allowed_names(names: tuple[str, ...], allow: tuple[str, ...]) -> tuple[
 
 
 def _is_allowed(name: str, allow: Sequence[str]) -> bool:
-    item, _, path = name.rpartition("/")
+    item, colon, _ = name.partition(":")
     return any(
-        compile_pattern(each).covers(path)
+        compile_pattern(each).covers(_path(name))
         for pattern in allow
         # The name of the item stands before a pattern, as in messages, or not.
-        for each in (pattern, pattern.removeprefix(f"{item}/") if item else pattern)
+        for each in (pattern, pattern.removeprefix(item + colon) if colon else pattern)
         if each
     )
 
 
 def _path(name: str) -> str:
     """Return the leaf path without the item that stands before it."""
-    return name.rpartition("/")[2]
+    return name.partition(":")[2] or name
 
 
 def _list_names(names: Sequence[str]) -> str:

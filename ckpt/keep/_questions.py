@@ -27,7 +27,7 @@ class SavedStep:
         unequal_leaves: Number of leaves whose replicas were not equal, as far as that is known.
         nonfinite: Leaf paths of the leaves with NaN or infinite values. They are known to
             keep policies. In a step of several items, the name of the item comes first:
-            `model/params.w`.
+            `model:params.w`.
         unequal: Leaf paths of the leaves with unequal replicas.
         groups: The metrics as they were passed, if some are in groups (`{"train": {"loss": 0.5}}`),
             or are no numbers.

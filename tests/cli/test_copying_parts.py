@@ -132,8 +132,8 @@ def test_containers_that_lose_children(root: Path, tmp_path: Path, cp: Any) -> N
 @pytest.mark.parametrize(
     ("patterns", "leaves"),
     [
-        (["params/**"], 8),
-        (["params/layers/*/kernel"], 3),
+        (["params.**"], 8),
+        (["params.layers.*.kernel"], 3),
         (["**.kernel", "epoch"], 4),
         (["params.tied"], 1),
         (["*"], 11),
@@ -179,9 +179,11 @@ def test_a_part_of_one_item(items: Path, tmp_path: Path, cp: Any) -> None:
     ("pattern", "words"),
     [
         ("modle", "(is it 'model'?)"),
-        ("model/embd", "has no leaf that fits 'embd' (is it 'embed'?)"),
+        ("model:embd", "has no leaf that fits 'embd' (is it 'embed'?)"),
+        ("model/embed", "has no item and no leaf that fits (is it 'model:embed'?)"),
+        ("model:layers/*/kernel", "fits 'layers%2F*%2Fkernel' (is it 'layers.*.kernel'?)"),
         ("", "expected a leaf path"),
-        ("config.n", "has no item and no leaf that fits (is it 'config/n'?)"),
+        ("config.n", "has no item and no leaf that fits (is it 'config:n'?)"),
     ],
 )
 def test_a_pattern_that_fits_nothing(
@@ -220,7 +222,7 @@ def test_what_a_handler_needs_whole_is_not_cut(
     # An item of a handler that keeps a tree: any other name than that of a plain one.
     monkeypatch.setattr(selection, "_PLAIN_TREE", "another")
     ckpt.sync.save(tmp_path / "c", items={"m": {"w": np.ones(3), "v": np.ones(3)}})
-    ran = cp(tmp_path / "c", tmp_path / "d", "--select", "m/w")
+    ran = cp(tmp_path / "c", tmp_path / "d", "--select", "m:w")
     assert ran.status == 2
     assert "can only be read whole. Select 'm' or none of it" in ran.err
     assert not (tmp_path / "d").exists()

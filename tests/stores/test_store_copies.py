@@ -133,7 +133,7 @@ def test_a_part_goes_into_a_bucket(place: Place, tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path / "a") as mgr:
         for step in (1, 2):
             mgr.save(step, items={"model": {"w": np.ones(9), "b": np.zeros(9)}, "config": {}})
-    for select, wanted in ((("model",), ["b", "w"]), (("model/w",), ["w"])):
+    for select, wanted in ((("model",), ["b", "w"]), (("model:w",), ["w"])):
         root = place.root(f"run-{len(wanted)}")
         assert outcomes(copied(tmp_path / "a", root, select=select)) == ["copied"] * 2
         assert outcomes(copied(tmp_path / "a", root, select=select)) == ["there"] * 2

@@ -360,7 +360,7 @@ def watch(
     return SyncWatch(watcher_of(root, options, step_names, timeouts))
 
 
-def open_array(path: PathLike, leaf: str, *, item: str | None = None) -> SyncStoredArray:
+def open_array(path: PathLike, leaf: str) -> SyncStoredArray:
     """Open one array of a checkpoint, to read parts of it.
 
     Opening reads the manifest, and no array bytes. It works for everything that `ckpt.sync.load` reads:
@@ -369,8 +369,8 @@ def open_array(path: PathLike, leaf: str, *, item: str | None = None) -> SyncSto
 
     Args:
         path: The directory, URL or store of the checkpoint.
-        leaf: Leaf path of the array, as `ckpt.sync.metadata(path)` shows it.
-        item: The item of the array, if there are several items.
+        leaf: Leaf path of the array, as `ckpt.sync.metadata(path)` shows it: `params.w`, or in a
+            checkpoint with named items `model:params.w`.
 
     Raises:
         InvalidArgumentError: There is no such item or leaf, or the leaf is no array.
@@ -382,7 +382,7 @@ def open_array(path: PathLike, leaf: str, *, item: str | None = None) -> SyncSto
         first = kernel[0]
         ```
     """
-    return SyncStoredArray(call_once(partial(find_array, path, leaf, item)))
+    return SyncStoredArray(call_once(partial(find_array, path, leaf)))
 
 
 @hinted

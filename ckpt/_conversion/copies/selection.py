@@ -1,7 +1,7 @@
 """Selections: the part of a step that patterns choose, as the manifest of a separate step. Pure.
 
-Patterns are those of leaf paths. The name of an item chooses the whole item. The name with a slash
-or a colon and a pattern behind it applies the pattern to that item alone.
+Patterns are those of leaf paths. The name of an item chooses the whole item. The name with a colon
+and a pattern behind it applies the pattern to that item alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest, Node
 from ckpt._tree.boxes import is_box, unboxed_names
+from ckpt._tree.item_leaves import leaf_of_item, split_leaf
 from ckpt._tree.leaf_names import sibling_names
 from ckpt._tree.patterns import Pattern, compile_pattern
 from ckpt._tree.suggestions import suggestion
@@ -106,25 +107,34 @@ def unmatched(manifest: Manifest, patterns: Sequence[str]) -> list[str]:
 
 def nothing_selected(where: str, manifest: Manifest, pattern: str) -> InvalidArgumentError:
     """Return the error for a pattern that chooses nothing, with a suggestion."""
-    owner = None if manifest.unnamed else _owner(manifest, pattern)
+    owner, rest = _split(manifest, pattern)
     if owner is not None:
-        item, rest = manifest.items[owner], pattern[len(owner) + 1 :]
-        hint = suggestion(rest.replace("/", "."), unboxed_names(item.nodes, item.leaves.names))
+        item = manifest.items[owner]
+        hint = _suggestion(rest, unboxed_names(item.nodes, item.leaves.names))
         return InvalidArgumentError(
             f"--select {pattern!r:.80}: the item {owner} of {where} has no leaf that fits "
             f"{rest!r:.80}{hint}"
         )
     names = [] if manifest.unnamed else list(manifest.items)
+    # With a dot, the text would be a leaf path in every item.
+    dotted = next((name for name in names if pattern.startswith((f"{name}.", f"{name}/"))), None)
     for item in manifest.items.values():
         names += unboxed_names(item.nodes, item.leaves.names)
-    # With a dot, the text would be a leaf path in every item.
-    dotted = next((name for name in manifest.items if pattern.startswith(f"{name}.")), None)
-    if dotted is not None and not manifest.unnamed:
-        hint = f" (is it {dotted + '/' + pattern[len(dotted) + 1 :]!r:.80}?)"
+    if dotted is not None:
+        meant = leaf_of_item(dotted, pattern[len(dotted) + 1 :].replace("/", "."))
+        hint = f" (is it {meant!r:.80}?)"
     else:
-        hint = suggestion(pattern.replace("/", "."), names)
+        hint = _suggestion(pattern, names)
     what = "leaf" if manifest.unnamed else "item and no leaf"
     return InvalidArgumentError(f"--select {pattern!r:.80}: {where} has no {what} that fits{hint}")
+
+
+def _suggestion(pattern: str, names: Sequence[str]) -> str:
+    """Return a hint at the pattern that was meant, with dots for slashes."""
+    dotted = pattern.replace("%2F", "/").replace("/", ".")
+    if dotted != pattern and any(map(compile_pattern(dotted).covers, names)):
+        return f" (is it {dotted!r:.80}?)"
+    return suggestion(dotted, names)
 
 
 def _is_matched(manifest: Manifest, pattern: str) -> bool:
@@ -138,8 +148,7 @@ def _is_matched(manifest: Manifest, pattern: str) -> bool:
 def _chosen(manifest: Manifest, name: str, item: ItemEntry, patterns: Sequence[str]) -> Chosen:
     found: list[Pattern] = []
     for text in patterns:
-        owner = None if manifest.unnamed else _owner(manifest, text)
-        rest = text if owner is None else text[len(owner) + 1 :]
+        owner, rest = _split(manifest, text)
         if rest in _EVERYTHING or (owner is not None and not rest):
             if owner in (None, name):
                 return "all"
@@ -147,31 +156,21 @@ def _chosen(manifest: Manifest, name: str, item: ItemEntry, patterns: Sequence[s
             compiled = compile_pattern(rest)
             if not manifest.unnamed and _is_name(compiled, name):
                 return "all"
-            found += _patterns_of_leaves(item, rest, compiled)
+            found.append(compiled)
         elif owner == name:
-            found += _patterns_of_leaves(item, rest, compile_pattern(rest))
+            found.append(compile_pattern(rest))
     return tuple(found) if found and len(item.leaves) else "nothing"
 
 
-def _owner(manifest: Manifest, text: str) -> str | None:
-    """Return the item that a pattern names, alone or before a `/` or `:`."""
-    fitting = [
-        name for name in manifest.items if text == name or text.startswith((f"{name}/", f"{name}:"))
-    ]
-    return max(fitting, key=len, default=None)
+def _split(manifest: Manifest, text: str) -> tuple[str | None, str]:
+    """Return the item that a pattern names, and its leaves."""
+    return split_leaf(text, () if manifest.unnamed else manifest.items)
 
 
 def _is_name(pattern: Pattern, item: str) -> bool:
     """Return True if a pattern fits the name of an item."""
     found = None if None in pattern.keys else pattern.split(item)
     return found is not None and not found[1]
-
-
-def _patterns_of_leaves(item: ItemEntry, text: str, compiled: Pattern) -> Iterator[Pattern]:
-    """Yield a pattern, and a form with dots for slashes if no key has such a slash."""
-    yield compiled
-    if "/" in text and not any(map(compiled.covers, item.leaves.names)):
-        yield compile_pattern(text.replace("/", "."))
 
 
 def _check_handler(manifest: Manifest, name: str, item: ItemEntry) -> None:

@@ -33,7 +33,7 @@ def time_limit(seconds: float | None, hooks: CommitHooks) -> Iterator[None]:
 
 
 def _exceeded(seconds: float, hooks: CommitHooks) -> DeadlineExceededError:
-    stage, progress = hooks.now
+    stage, progress = hooks.commit.stage, hooks.commit.progress
     done = ""
     if stage in ("staging", "writing") and progress.total:
         moved = progress.staged if stage == "staging" else progress.written

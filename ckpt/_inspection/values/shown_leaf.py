@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from ckpt._inspection.leaf_records import LeafRecord, leaf_records
+from ckpt._inspection.leaf_records import LeafRecord, records_of
 from ckpt._inspection.locations import Checkpoint
 from ckpt._inspection.values.leaf_index import (
     LeafIndex,
@@ -18,7 +18,7 @@ from ckpt._inspection.values.leaf_index import (
 )
 from ckpt._inspection.values.piece_reader import PIECE_BYTES, PieceReader, WantedPiece
 from ckpt._inspection.values.statistics import ArrayStatistics, RunningStatistics
-from ckpt._tree.leaf_names import escape_slashes
+from ckpt._tree.item_leaves import split_leaf
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import InvalidArgumentError
 
@@ -115,31 +115,31 @@ async def show_leaf(checkpoint: Checkpoint, text: str) -> tuple[ShownLeaf, Print
 def _find(checkpoint: Checkpoint, text: str) -> tuple[str, int, LeafRecord, str | None]:
     """Return the item, the number and the record of a leaf, and the requested index."""
     manifest = checkpoint.opened.manifest
-    records: dict[str, list[LeafRecord]] = {name: [] for name in manifest.items}
-    unnamed = next(iter(records)) if manifest.unnamed else ""
-    for record in leaf_records(manifest):
-        records[record.item or unnamed].append(record)
+    records = {
+        name: list(records_of(manifest, name, range(len(item.leaves))))
+        for name, item in manifest.items.items()
+    }
+    items = () if manifest.unnamed else manifest.items
     path, index = split_index(text)
     # A key may have brackets, so the whole text is tried as a path first.
     for wanted, part in ((text, None), (path, index)):
+        owner, name = split_leaf(wanted, items)
         found = [
             (item, number, each, part)
             for item, leaves in records.items()
             for number, each in enumerate(leaves)
-            if escape_slashes(wanted) in (each.path, f"{item}:{each.path}")
+            if owner in (None, item) and each.path == name
         ]
         if len(found) == 1:
             return found[0]
         if found:
-            listed = ", ".join(f"{item}:{each.path}" for item, _, each, _ in found)
+            listed = ", ".join(each.name for _, _, each, _ in found)
             raise InvalidArgumentError(
                 f"{checkpoint.location} has several leaves {wanted!r:.200}: {listed:.400}"
             )
-    names = [each.path for leaves in records.values() for each in leaves]
-    prefix, colon, rest = path.partition(":")
-    if colon and prefix in records:
-        path, names = rest, [each.path for each in records[prefix]]
-    name = escape_slashes(path)
+    names = [
+        each.path for item, leaves in records.items() for each in leaves if owner in (None, item)
+    ]
     below = [each for each in names if each.startswith(f"{name}.")]
     hint = suggestion(name, dict.fromkeys(names))
     if below:

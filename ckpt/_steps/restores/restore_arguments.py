@@ -22,6 +22,7 @@ from ckpt._plan.leaf_entries import unread_items
 from ckpt._settings import ArrayMemory
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.step_metadata import ItemInfo
+from ckpt._tree.item_leaves import branch_of
 from ckpt._tree.leaf_specs import is_function
 from ckpt._tree.table import format_bytes
 from ckpt.errors import InvalidArgumentError, ItemDroppedError
@@ -161,15 +162,19 @@ def wanted_items(manifest: Manifest, options: RestoreOptions) -> dict[str, ItemT
         ItemDroppedError: A wanted item was taken out of the step.
     """
     # An ItemInfo of metadata() means no target, so that a step's metadata can be passed as `like`.
+    items, like, at = options.items, options.like, options.at
+    if items is None and isinstance(at, str) and at:
+        item, path = branch_of(at, list(manifest.items), unnamed=manifest.unnamed)
+        items, like, at = {item: like}, None, path or None
     likes = {
         name: None if isinstance(each, ItemInfo) else each
-        for name, each in _likes(manifest, options.like, options.items).items()
+        for name, each in _likes(manifest, like, items).items()
     }
     for name, each in likes.items():
         _check_like(each, manifest, name)
     given: object = options.adapt
-    if options.at is not None:
-        given = _branch(options.at, given, likes, manifest)
+    if at is not None:
+        given = _branch(at, given, likes, manifest)
     if given is None or isinstance(given, Adapt):
         return {name: ItemTarget(each, given or Adapt()) for name, each in likes.items()}
     if not isinstance(given, Mapping) or not all(isinstance(a, Adapt) for a in given.values()):
@@ -266,10 +271,10 @@ def what_is_missing(manifest: Manifest) -> str:
 
 
 def result_of(context: RestoreContext, options: RestoreOptions, loaded: Mapping[str, Any]) -> Any:
-    """Return the result of a restore: the tree of one unnamed item, else a dict by item name."""
+    """Return the result of a restore: the tree of an unnamed item or a branch, or all by name."""
     manifest = context.manifest
-    if manifest.unnamed and options.items is None:
-        return loaded[next(iter(manifest.items))]
+    if options.items is None and (manifest.unnamed or options.at is not None):
+        return next(iter(loaded.values()))
     return dict(loaded)
 
 

@@ -16,6 +16,7 @@ from ckpt._inspection.restores.explanation import explain_restore
 from ckpt._inspection.restores.placements import TargetMesh
 from ckpt._inspection.restores.records import ProcessReads, RestoreExplanation
 from ckpt._settings import MIN_BUDGET_BYTES
+from ckpt._tree.item_leaves import leaf_of_item
 from ckpt.cli import options
 from ckpt.cli.durations import ByteSize
 from ckpt.cli.output import printable, show
@@ -194,7 +195,7 @@ def _numbers(processes: Iterator[ProcessReads]) -> str:
 def _leaves(leaves: Sequence[LeafReads]) -> Iterator[str]:
     rows = [
         (
-            f"{each.item}: {each.path}" if each.item else each.path,
+            leaf_of_item(each.item, each.path),
             format_bytes(each.needed),
             format_bytes(each.read),
             f"{each.amplification:.3g}",

@@ -45,12 +45,11 @@ async def _shown(path: str, leaf: str) -> tuple[ShownLeaf, PrintedArray | None]:
 def _view(printed: PrintedArray | None, found: ShownLeaf) -> Iterator[str]:
     leaf = found.leaf
     figures = found.statistics
-    whole = f"{leaf.item}: {leaf.path}" if leaf.item else leaf.path
     is_part = found.index is not None
     yield from fields(
         [
             ("path", found.path),
-            ("leaf", whole),
+            ("leaf", leaf.name),
             ("type", leaf.type_text),
             ("part", f"[{found.index}], of shape {list(found.shape)}" if is_part else ""),
             ("size", format_bytes(leaf.nbytes) if leaf.is_array else ""),

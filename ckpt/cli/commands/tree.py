@@ -108,14 +108,13 @@ def _view(found: _Tree) -> Iterator[str]:
 
 
 def _cells(leaf: LeafRecord) -> tuple[str, str, str, str]:
-    path = f"{leaf.item}: {leaf.path}" if leaf.item else leaf.path
     if not leaf.is_array:
-        return path, leaf.kind, "", "" if leaf.value is None else f"= {leaf.value}"
+        return leaf.name, leaf.kind, "", "" if leaf.value is None else f"= {leaf.value}"
     place = f"the array at {leaf.same_as}" if leaf.same_as else leaf.sharding
     size = format_bytes(leaf.nbytes)
     if leaf.codec is not None:
         place = "; ".join(filter(None, [place, f"{leaf.codec}: {format_bytes(leaf.stored_bytes)}"]))
-    return path, leaf.type_text, size, place
+    return leaf.name, leaf.type_text, size, place
 
 
 def _item_cells(item: _WholeItem) -> tuple[str, str, str, str]:

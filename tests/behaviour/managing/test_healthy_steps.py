@@ -374,13 +374,13 @@ def test_leaves_of_several_items_are_named_with_their_item(tmp_path: Path) -> No
     with opened(tmp_path) as mgr:
         items = {"model": {"mask": MASKED["mask"]}, "ema": ODD["params"], "note": "x"}
         mgr.save(1, items=items).result()
-        with pytest.raises(StepNotFoundError, match="not finite: model/mask, ema/w"):
+        with pytest.raises(StepNotFoundError, match="not finite: model:mask, ema:w"):
             mgr.restore(healthy=True)
         allow = Healthy(allow=["**.mask", "w"])
         assert mgr.latest_step(healthy=allow) == 1
-        for allowed in (["model/mask", "ema/w"], ["model/**", "ema/*"]):
+        for allowed in (["model:mask", "ema:w"], ["model:**", "ema:*"]):
             assert mgr.latest_step(healthy=Healthy(allow=allowed)) == 1
-        for others in (["ema/mask", "w"], ["model/mask", "model/w"], ["model/", "ema/"]):
+        for others in (["ema:mask", "w"], ["model:mask", "model:w"], ["model:", "ema:"]):
             assert mgr.latest_step(healthy=Healthy(allow=others)) is None
         state = items | {"note": ""}
         assert mgr.resume(items=state, healthy=allow)[0] == 2

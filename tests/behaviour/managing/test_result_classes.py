@@ -44,7 +44,7 @@ def test_of_plain_calls(tmp_path: Path) -> None:
         mgr.delete(2)
         metadata = mgr.metadata(1)
         mgr.restore(1, items={"tree": {"w": W}}, adapt=adapt)
-        array = ckpt.sync.open_array(tmp_path / "run" / "1", "w", item="tree")
+        array = ckpt.sync.open_array(tmp_path / "run" / "1", "tree:w")
         results = [
             (ckpt.Commit, commit),
             (ckpt.types.CommitFuture, commit.in_root),

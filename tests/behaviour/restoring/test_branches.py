@@ -105,7 +105,7 @@ def test_branches_inside_branches_go_where_the_target_wants_them(runs: Path) -> 
         "params.layers.0": runs / "a",
         "params.layers.2": Source(runs / "b", "params.layers.0"),
         "params.embed": str(runs / "b"),
-        "first.w": Source(runs / "items", "model.opt_state.0.mean"),
+        "first.w": Source(runs / "items", "model:opt_state.0.mean"),
     }
     found: Any = ckpt.sync.load(sources, like)
     layers = [*found["params"]["layers"], found["first"]]
@@ -142,7 +142,7 @@ def test_items_are_the_first_keys_of_a_checkpoint_that_has_them(runs: Path) -> N
     # What has no arrays keeps nothing waiting.
     found = ckpt.sync.load({"config": runs / "items", "params": runs / "a"})
     assert (found["config"], len(found["params"])) == ({"width": 4}, 2)
-    found = ckpt.sync.load({"params": Source(runs / "items", "model.params")}, like)
+    found = ckpt.sync.load({"params": Source(runs / "items", "model:params")}, like)
     same(found, {"params": state(3)["params"]})
     with pytest.raises(InvalidArgumentError, match=r"'params' from .*items: .*\(model, config\)"):
         ckpt.sync.load({"params": runs / "items"})
@@ -250,7 +250,7 @@ def test_arguments_are_checked_before_any_checkpoint_is_opened(name: str) -> Non
 
 def test_rules_that_name_the_branch_themselves_are_refused(runs: Path) -> None:
     for adapt in (Adapt(select="layers"), Adapt(rename={"embed": "table"})):
-        with pytest.raises(InvalidArgumentError, match=r"'params' from .*/a: .* ckpt\.Source"):
+        with pytest.raises(InvalidArgumentError, match=r"'params' from .*/a: .* leave out select"):
             ckpt.sync.load({"params": runs / "a"}, adapt=adapt)
 
 

@@ -176,7 +176,7 @@ def test_a_branch_of_an_item(tmp_path: Path) -> None:
         mgr.save(1, items={"model": init(), "n": {"a": 1}}, durable=True)
         found = mgr.restore(1, items={"model": init()["params"]}, at="params")
         assert found["model"].keys() == {"w", "b"}
-        with pytest.raises(errors.InvalidArgumentError, match="name the one item"):
+        with pytest.raises(errors.InvalidArgumentError, match="'model:params'"):
             mgr.restore(1, at="params")
 
 

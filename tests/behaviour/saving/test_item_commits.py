@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,22 @@ from tests.support.gated_item import PATIENCE_S, Gate, GateHandler
 W = np.arange(6.0)
 
 
+@contextlib.contextmanager
+def closed_gate() -> Iterator[Gate]:
+    """A gate that is opened at the end, however that comes."""
+    gate = Gate()
+    try:
+        yield gate
+    finally:
+        gate.open()
+
+
 def manager(root: Path) -> ckpt.sync.CheckpointManager:
     return ckpt.sync.CheckpointManager(root, handlers=[GateHandler()])
 
 
 def test_an_item_is_durable_before_the_step(tmp_path: Path) -> None:
-    gate = Gate()
-    with manager(tmp_path) as mgr:
+    with manager(tmp_path) as mgr, closed_gate() as gate:
         commit = mgr.save(1, items={"model": {"w": W}, "gate": gate})
         assert list(commit.items) == ["model", "gate"]
         model = commit.items["model"]
@@ -63,8 +74,8 @@ def test_it_is_awaited_from_any_loop_any_number_of_times(tmp_path: Path) -> None
 
 
 def test_it_cancels_the_save(tmp_path: Path) -> None:
-    with manager(tmp_path) as mgr:
-        commit = mgr.save(1, items={"model": {"w": W}, "gate": Gate()})
+    with manager(tmp_path) as mgr, closed_gate() as gate:
+        commit = mgr.save(1, items={"model": {"w": W}, "gate": gate})
         commit.items["model"].result(PATIENCE_S)
         assert commit.items["gate"].cancel()
         assert isinstance(commit.items["gate"].exception(PATIENCE_S), errors.CommitCancelledError)

@@ -185,7 +185,7 @@ def test_a_save_with_nan_names_its_leaves_when_they_are_others(
         assert told(caplog) == []
         mgr.save(4, items={"a": mask | odd, "b": odd}).result()
         (text,) = told(caplog)
-        assert text.endswith("in 7 leaves: a/mask (3), a/w1 (1), a/w2 (2), a/w3 (3), b/w1 (1), ...")
+        assert text.endswith("in 7 leaves: a:mask (3), a:w1 (1), a:w2 (2), a:w3 (3), b:w1 (1), ...")
         mgr.save(5, {"w": jnp.ones(3)}).result()
         mgr.save(6, mask).result()
         assert len(told(caplog)) == 1

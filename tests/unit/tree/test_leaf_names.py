@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt._tree.item_leaves import branch_of, leaf_of_item, split_leaf
 from ckpt._tree.leaf_names import ROOT, escape_key, join_keys, sibling_names, unescape_key
+from ckpt.errors import InvalidArgumentError
 from ckpt.testing.strategies import keys, string_keys
 
 # `characters()` has lone surrogates too, as undecodable file names do.
@@ -129,3 +132,27 @@ def test_what_is_not_an_escaped_key_is_refused(text: str) -> None:
     except ValueError:
         return
     assert escape_key(key) == text
+
+
+ITEM_NAMES = st.lists(
+    st.from_regex(r"[A-Za-z0-9_.-]{1,4}", fullmatch=True), min_size=1, max_size=3, unique=True
+)
+
+
+@given(ITEM_NAMES, st.lists(TEXTS, min_size=1, max_size=3), st.data())
+def test_a_leaf_of_an_item_is_found_again(items: list[str], path: list[str], data: Any) -> None:
+    item, name = data.draw(st.sampled_from(items)), dotted(path)
+    written = leaf_of_item(item, name)
+    assert split_leaf(written, items) == (item, name)
+    assert branch_of(written, items, unnamed=False) == (item, name)
+    assert split_leaf(item, items) == (item, "")
+    # Without names of items, all of the text is a path.
+    assert split_leaf(name, ()) == (None, name)
+    assert branch_of(name, [item], unnamed=True) == (item, name)
+    assert leaf_of_item("", name) == name
+
+
+def test_a_branch_of_several_items_names_one() -> None:
+    for text, hint in {"params.w": "a:params.w", "b.w": "b:w", "c:w": "a:w"}.items():
+        with pytest.raises(InvalidArgumentError, match=rf"several items \(a, b\): .*'{hint}'"):
+            branch_of(text, ["a", "b"], unnamed=False)
