@@ -93,7 +93,7 @@ class Stopwatch(msgspec.Struct):
         """Take the time of the body under a name of `SaveStatistics`."""
         began = time.perf_counter()
         yield
-        self.note(**{name: _since(began)})
+        self.add(name, began)
 
     def add(self, name: str, began: float) -> None:
         """Add the time since `began` to a time, by its name of `SaveStatistics`."""
@@ -478,11 +478,15 @@ class CommitFuture:
 
 
 class CommitHooks:
-    """The engine's side of a `Commit`: moves it along and ends it. Used on the engine's thread."""
+    """The engine's side of a `Commit`: moves it along and ends it. Used on the engine's thread.
+
+    Attributes:
+        commit: The commit that the user has.
+        watch: Takes the times of the save.
+    """
 
     def __init__(self, commit: Commit) -> None:
         """Drive `commit`, whose save was called just now."""
-        # What the user has.
         self.commit: Commit = commit
         self.watch: Stopwatch = Stopwatch()
         # True if its failure is reported by other means.

@@ -143,11 +143,8 @@ async def _begin(
     started = await session.processes.begin(
         begin, partial(storage.join, request.step_dir), session.created_ns
     )
-    session.attempt, session.save, session.created_ns = (
-        started.attempt,
-        started.save,
-        started.created_ns,
-    )
+    session.attempt, session.save = started.attempt, started.save
+    session.created_ns = started.created_ns
     session.begun.set()
     await may_write()
     session.attempt_ready.set()
@@ -255,7 +252,6 @@ async def _commit_item(
             raise TypeError(f"the commit gave {entry!r:.80}, which is no ItemEntry")
         entries[item.name] = await item.writer.finish(entry)
     session.hooks.durable(item.name)
-    item.close()
     # Finished parts must not accumulate.
     del pending[item]
 

@@ -37,6 +37,13 @@ def test_it_returns_before_the_checkpoint_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "ckpt.json").exists()
 
 
+def test_the_time_of_waiting_is_a_part_of_the_time_until_all_is_written(tmp_path: Path) -> None:
+    taken = ckpt.sync.save(tmp_path / "a", state(), durable=False).result(PATIENCE_S).statistics
+    assert taken.waited is not None
+    assert taken.written is not None
+    assert 0 <= taken.waited <= taken.written
+
+
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_what_is_donated_or_changed_afterwards_is_saved_as_it_was(
     backend: str, tmp_path: Path
