@@ -189,10 +189,6 @@ class EventRecorder(Struct, frozen=True):
             self.end(began_ns, "cancelled")
             raise
 
-    def planned(self, began_ns: int, nbytes: int) -> None:
-        """Report the phase `plan`, which ends now, with the number of bytes to be moved."""
-        self.report("plan", began_ns, time.perf_counter_ns(), nbytes)
-
     @contextmanager
     def phase(
         self, name: str, nbytes: int = 0, lane: int | None = None, batch: int | None = None

@@ -7,18 +7,32 @@ prefer the asyncio API there.
 
 from __future__ import annotations
 
-from ckpt._api.plain.functions import (
-    adopt,
-    convert,
-    load,
-    merge,
-    metadata,
-    open_array,
-    save,
-    verify,
-    watch,
-)
+from typing import TYPE_CHECKING, Any
+
 from ckpt._api.plain.manager import CheckpointManager
+
+if TYPE_CHECKING:
+    from ckpt._api.plain.functions import (
+        adopt,
+        convert,
+        load,
+        merge,
+        metadata,
+        open_array,
+        save,
+        verify,
+        watch,
+    )
+else:
+
+    def __getattr__(name: str) -> Any:
+        # The calls without a manager are loaded when one is first used.
+        if name not in __all__:
+            raise AttributeError(f"module 'ckpt.sync' has no attribute {name!r}")
+        from ckpt._api.plain import functions
+
+        return getattr(functions, name)
+
 
 __all__ = [
     "CheckpointManager",

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, get_args
 
 from ckpt._api.hints import hinted, no_attribute
 from ckpt._arguments import instance_of, invalid, is_config, one_of, plain_json
-from ckpt._calls.watches import watcher_of
 from ckpt._events import Observer
 from ckpt._plan.format_rules import Formats
 from ckpt._redaction import redact
@@ -23,7 +22,6 @@ from ckpt._steps.factory import make_engine, make_job
 from ckpt._steps.saves.commits import OnFailure, OpenCommits
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
-from ckpt._steps.watcher import Watcher, WatchOptions
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike
 from ckpt.keep._deletion import Deletion
@@ -114,7 +112,6 @@ class ManagerBase:
         """
         timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
         one_of("mode", mode, get_args(OpenMode))
-        read_only = mode == "r"
         storage = open_root(root, timeouts, create=mode == "a")
         if save_when is not None:
             check_save_policy(save_when)
@@ -137,7 +134,7 @@ class ManagerBase:
             from ckpt._tiers.factory import RunParts, check_tiers, with_tiers
             from ckpt.coordination._jobs import job_of
 
-            given_tiers = check_tiers(tiers, read_only=read_only, job=job_of(coordinator))
+            given_tiers = check_tiers(tiers, read_only=mode == "r", job=job_of(coordinator))
         signals = () if save_when is None else signals_of(save_when)
         self._given, self._timeouts = root, timeouts
         self._loop = EngineLoop()
@@ -159,9 +156,8 @@ class ManagerBase:
                 deletion=deleted,
                 names=names,
                 metadata=metadata,
-                read_only=read_only,
-                missing="empty" if read_only else "error",
-                must_exist=mode == "r+",
+                mode=mode,
+                missing="empty" if mode == "r" else "error",
                 timeouts=timeouts,
                 preemption=preemption,
                 commits=commits,
@@ -250,14 +246,6 @@ class ManagerBase:
             ```
         """
         return sorted(set(self._service.saving))
-
-    def _watcher(self, options: WatchOptions) -> Watcher:
-        return watcher_of(self._given, options, self._service.root.names, self._timeouts)
-
-    def _give_up_entering(self) -> None:
-        # Python does not call the exit of a block that was not entered.
-        self._loop.stop()
-        self._service.stop_listening()
 
     def _raise_unseen(self, error: BaseException | None = None) -> None:
         """Raise failures that nobody has checked, or add them as a note to `error`."""

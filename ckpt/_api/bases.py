@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckpt._commit import StepInfo
-from ckpt._steps.saves.partial import OpenSave
 from ckpt.errors import CheckpointError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from ckpt._steps.saves.partial import OpenSave
 
 # Reason given for discarding a save that its owner dropped.
 _DROPPED = "it was dropped without finalize() or discard()"

@@ -27,7 +27,7 @@ from ckpt._runtime.loop import run_once
 from ckpt._settings import ArrayMemory, IfTaken, Staging, StagingMode, Timeouts
 from ckpt._steps.saves.save_arguments import make_request
 from ckpt._steps.step_metadata import StepMetadata
-from ckpt._steps.watcher import Until, WatchOptions
+from ckpt._steps.watcher import Until
 from ckpt.exports import Safetensors, Zarr
 from ckpt.handlers._registry import HandlersLike
 from ckpt.step_names import StepNames
@@ -355,8 +355,8 @@ def watch(
             params = await ckpt.load(info.path, at="params")
         ```
     """
-    options = WatchOptions(timeout, min_interval, until, after, only_latest, poll_interval, pin)
-    return Watch(watcher_of(root, options, step_names, timeouts))
+    options = timeout, min_interval, until, after, only_latest, poll_interval, pin
+    return Watch(watcher_of(root, step_names, timeouts, *options))
 
 
 async def open_array(path: PathLike, leaf: str) -> StoredArray:

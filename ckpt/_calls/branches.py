@@ -27,12 +27,8 @@ from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine, place_in_job
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.path_diagnosis import opened_checkpoint
-from ckpt._steps.restores.restore_arguments import (
-    RestoreOptions,
-    context_of,
-    volume_text,
-    wanted_items,
-)
+from ckpt._steps.restores.restore_arguments import context_of, volume_text, wanted_items
+from ckpt._steps.restores.restore_options import RestoreOptions
 from ckpt._tree.item_leaves import branch_of
 from ckpt._tree.leaf_names import escape_slashes, nested
 from ckpt.errors import CheckpointError, InvalidArgumentError, located

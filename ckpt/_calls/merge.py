@@ -21,13 +21,8 @@ from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine, place_in_job
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.path_diagnosis import opened_checkpoint
-from ckpt._steps.restores.restore_arguments import (
-    context_of,
-    restore_options,
-    result_of,
-    volume_text,
-    wanted_items,
-)
+from ckpt._steps.restores.restore_arguments import context_of, result_of, volume_text, wanted_items
+from ckpt._steps.restores.restore_options import restore_options
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike
 from ckpt.storage._base import Storage

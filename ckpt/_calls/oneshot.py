@@ -26,12 +26,12 @@ from ckpt._steps.factory import make_engine, make_job, place_in_job
 from ckpt._steps.path_diagnosis import opened_checkpoint, verified
 from ckpt._steps.restores.restore_arguments import (
     context_of,
-    restore_options,
     result_of,
     volume_text,
     wanted_items,
     what_is_missing,
 )
+from ckpt._steps.restores.restore_options import restore_options
 from ckpt._steps.saves.one_shot import finished, save_one_shot
 from ckpt._steps.step_metadata import StepMetadata, describe_step
 from ckpt.errors import StepDeletedError

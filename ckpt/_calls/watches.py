@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from typing import Any
 
 from ckpt._arguments import instance_of
 from ckpt._runtime.exit import run_at_exit
@@ -18,12 +19,12 @@ _EXIT_SECONDS = 5.0
 
 
 def watcher_of(
-    root: PathLike, options: WatchOptions, step_names: StepNames | None, timeouts: Timeouts | None
+    root: PathLike, step_names: StepNames | None, timeouts: Timeouts | None, *options: Any
 ) -> Watcher:
-    """Return the watcher for either kind of iterator."""
+    """Return the watcher for either kind of iterator; the options are those of `WatchOptions`."""
     timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
     names = Standard() if step_names is None else checked(step_names)
-    return Watcher(open_root(root, timeouts, create=False), names, options)
+    return Watcher(open_root(root, timeouts, create=False), names, WatchOptions(*options))
 
 
 class Watching:

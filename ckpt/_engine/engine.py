@@ -8,18 +8,20 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
 from ckpt._engine.base_step import BaseStep
-from ckpt._engine.chunk_extensions import ChunkExtension
 from ckpt._engine.memory.arena import Arena
 from ckpt._engine.memory.buffers import Buffers
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._events import Observer
 from ckpt._settings import Staging
 from ckpt.handlers._registry import Handlers
+
+if TYPE_CHECKING:
+    from ckpt._engine.chunk_extensions import ChunkExtension
 
 logger = logging.getLogger("ckpt")
 

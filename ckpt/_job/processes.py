@@ -42,7 +42,7 @@ from ckpt._steps.opened import OpenedStep
 from ckpt._steps.removal.deletion_plan import DeletionPlan, common_deletions, kept_items
 from ckpt._steps.removal.retention import Retention
 from ckpt._steps.removal.trash import StepTrash
-from ckpt._steps.restores.restore_arguments import check_broadcast
+from ckpt._steps.restores.restore_options import check_broadcast
 from ckpt._steps.unreadable import shortened
 from ckpt.errors import (
     CheckpointError,

@@ -28,7 +28,7 @@ from msgspec import Struct
 
 from ckpt._events import Observer
 from ckpt._job.solo_save import SoloSave
-from ckpt._steps.restores.restore_arguments import check_broadcast
+from ckpt._steps.restores.restore_options import check_broadcast
 
 if TYPE_CHECKING:
     from ckpt._engine.restore.step_files import Elsewhere

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from ckpt._engine.restore.step_files import StepFiles
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -24,6 +23,7 @@ from ckpt.storage._manifests import read_manifest, read_sized
 from ckpt.storage._resolve import open_step_dir
 
 if TYPE_CHECKING:
+    from ckpt._engine.restore.step_files import StepFiles
     from ckpt._format.manifest import Manifest
 
 

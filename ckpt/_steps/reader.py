@@ -12,12 +12,6 @@ from typing import TYPE_CHECKING, Any
 from ckpt._arguments import check_step, shown
 from ckpt._engine.base_step import base_of_restored
 from ckpt._engine.engine import Engine
-from ckpt._engine.restore.pipeline import restore_items
-from ckpt._engine.restore.step_files import Elsewhere, OtherCopies, StepCopy
-from ckpt._engine.restore.virtual_files import files_of
-from ckpt._engine.verify.file_selection import read_limits
-from ckpt._engine.verify.pipeline import verify_step_dir
-from ckpt._engine.verify.report import VerifyReport
 from ckpt._events import EventRecorder
 from ckpt._format.history import Parent, is_same_save
 from ckpt._format.manifest import JsonValue, Manifest
@@ -26,19 +20,9 @@ from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import StepIndex
 from ckpt._steps.opened import OpenedStep
-from ckpt._steps.path_diagnosis import opened_checkpoint
 from ckpt._steps.previous_steps import saved_step
-from ckpt._steps.restores.restore_arguments import (
-    RestoreOptions,
-    context_of,
-    result_of,
-    volume_text,
-    wanted_items,
-    what_is_missing,
-)
 from ckpt._steps.restores.restored_state import RestoredState
 from ckpt._steps.restores.step_choice import RunStart, StepChoice
-from ckpt._steps.step_metadata import StepMetadata, describe_step
 from ckpt._steps.unreadable import shortened
 from ckpt._tree.suggestions import suggestion
 from ckpt.errors import (
@@ -60,7 +44,11 @@ from ckpt.storage._manifests import refuse_deleted
 from ckpt.storage._resolve import PathLike, open_step_dir
 
 if TYPE_CHECKING:
+    from ckpt._engine.restore.step_files import Elsewhere, OtherCopies, StepCopy
+    from ckpt._engine.verify.report import VerifyReport
     from ckpt._job.solo_job import Processes
+    from ckpt._steps.restores.restore_options import RestoreOptions
+    from ckpt._steps.step_metadata import StepMetadata
 
 logger = logging.getLogger("ckpt")
 
@@ -135,6 +123,8 @@ class StepReader:
 
     async def metadata(self, step: int | None) -> StepMetadata:
         """Return the metadata of `step`, or of the latest one."""
+        from ckpt._steps.step_metadata import describe_step
+
         opened = await self._processes.steps.found(step)
         path = f"{self._storage.location}/{opened.step_dir}"
         return await run_in_thread(describe_step, opened.manifest, path)
@@ -156,6 +146,9 @@ class StepReader:
 
         A step of another library is none.
         """
+        from ckpt._engine.restore.step_files import StepCopy
+        from ckpt._engine.restore.virtual_files import files_of
+
         opened = await self._index.found(step)
         if opened.foreign is not None:
             return None
@@ -175,6 +168,9 @@ class StepReader:
         timeout: float | None = None,
     ) -> VerifyReport:
         """Compare `step`, or the latest one, with its manifest; see `verify_step_dir`."""
+        from ckpt._engine.verify.file_selection import read_limits
+        from ckpt._engine.verify.pipeline import verify_step_dir
+
         limits = read_limits(deep, sample, seed, timeout)
         began = time.perf_counter_ns()
         with self._recorder("verify", step).failing(began):
@@ -217,22 +213,26 @@ class StepReader:
 
     async def begin_from(self, source: PathLike, options: RestoreOptions) -> Any:
         """Return the restored content of another run's checkpoint, from which this run begins."""
+        from ckpt._engine.restore.pipeline import restore_items
+        from ckpt._steps.path_diagnosis import opened_checkpoint
+        from ckpt._steps.restores import restore_arguments as given
+
         began = time.perf_counter()
         storage, step_dir = open_step_dir(source, follow=True)
         opened = await opened_checkpoint(source, storage, step_dir)
         where, manifest = redact(opened.location), opened.manifest
         try:
             process = self._processes.process, self._processes.count
-            context = context_of(opened, self._engine, *process)
-            loaded = await restore_items(context, wanted_items(manifest, options))
+            context = given.context_of(opened, self._engine, *process)
+            loaded = await restore_items(context, given.wanted_items(manifest, options))
         except CheckpointError as error:
             # The step of the error is not one of this run.
             error.step, error.message = None, f"source {where}: {error.message}"
             raise
         # Credentials are redacted: this path is stored in the manifest.
         self.begins_from(Parent(where, manifest.step, manifest.attempt), None, None)
-        logger.info("a new run begins from %s: %s", where, volume_text(context, began))
-        return result_of(context, options, loaded)
+        logger.info("a new run begins from %s: %s", where, given.volume_text(context, began))
+        return given.result_of(context, options, loaded)
 
     async def resume(
         self, start: RunStart, options: RestoreOptions, caller: CallingThread
@@ -314,6 +314,10 @@ class StepReader:
 
         Damaged parts are read from the copies that `elsewhere` finds.
         """
+        from ckpt._engine.restore.pipeline import restore_items
+        from ckpt._engine.restore.step_files import OtherCopies
+        from ckpt._steps.restores import restore_arguments as given
+
         began, began_ns = time.perf_counter(), time.perf_counter_ns()
         engine, processes = self._engine, self._processes
         with self._recorder("restore", step).failing(began_ns):
@@ -339,8 +343,9 @@ class StepReader:
                         if found.elsewhere is not None and is_own:
                             copies = OtherCopies(partial(found.elsewhere, manifest))
                         job = processes.process, processes.count, processes.observers
-                        context = context_of(opened, engine, *job, found.broadcast, options, copies)
-                        loaded = await restore_items(context, wanted_items(manifest, options))
+                        how = found.broadcast, options, copies
+                        context = given.context_of(opened, engine, *job, *how)
+                        loaded = await restore_items(context, given.wanted_items(manifest, options))
                 except ItemDroppedError as error:
                     raise await self._with_steps(error) from None
                 except StepNotFoundError as error:
@@ -367,11 +372,11 @@ class StepReader:
                     await self._say_elsewhere(opened.step_dir, manifest, copies)
                 nbytes = sum(context.moved)
                 self._recorder("restore", manifest.step).end(began_ns, "ok", nbytes=nbytes)
-                where, volume = redact(self._storage.location), volume_text(context, began)
+                where, volume = redact(self._storage.location), given.volume_text(context, began)
                 logger.info("restored step %s of %s: %s", manifest.step, where, volume)
                 if options.are_for_everything:
-                    self._say_missing(manifest)
-                return manifest.step, result_of(context, options, loaded)
+                    self._say_missing(manifest, given.what_is_missing(manifest))
+                return manifest.step, given.result_of(context, options, loaded)
             assert deleted is not None
             raise deleted
 
@@ -388,9 +393,8 @@ class StepReader:
         left = f"steps that still have it: {shortened(steps)}" if steps else "no step has it now"
         return ItemDroppedError(f"{error.message}; {left}", step=error.step, item=error.item)
 
-    def _say_missing(self, manifest: Manifest) -> None:
+    def _say_missing(self, manifest: Manifest, missing: str) -> None:
         """Warn once about the items that a restored whole step no longer has."""
-        missing = what_is_missing(manifest)
         if missing and manifest.attempt not in self._said_missing:
             self._said_missing.add(manifest.attempt)
             logger.warning("step %s was restored without some items: %s", manifest.step, missing)

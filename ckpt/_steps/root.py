@@ -16,10 +16,11 @@ from ckpt._events import EventRecorder, Observer
 from ckpt._format.history import ReplacedSave
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
+from ckpt._settings import OpenMode
 from ckpt._steps.index import StepIndex
 from ckpt._steps.misplaced import say_misplaced
 from ckpt._steps.pins import forget_expired
-from ckpt._steps.previous_steps import PreviousSteps, saved_step
+from ckpt._steps.previous_steps import PreviousSteps
 from ckpt._steps.removal.retention import Retention
 from ckpt._steps.root_metadata import write_root_metadata
 from ckpt.errors import CheckpointError, ReadOnlyError, StorageError
@@ -62,8 +63,7 @@ class Root:
         *,
         save_policy: SavePolicyLike | None,
         metadata: Mapping[str, Any] | None,
-        read_only: bool,
-        must_exist: bool = False,
+        mode: OpenMode,
         observers: tuple[Observer, ...],
         log_level: int = logging.INFO,
     ) -> None:
@@ -75,8 +75,8 @@ class Root:
         self.retention = retention
         self.save_policy = save_policy
         self.metadata: Mapping[str, Any] | None = metadata
-        self.is_read_only = read_only
-        self._must_exist = must_exist
+        self.is_read_only: bool = mode == "r"
+        self._must_exist = mode == "r+"
         self._observers = observers
         self.log_level = log_level
         # Called with a step and whether the save may replace any step; returns the saves that give
@@ -126,7 +126,6 @@ class Root:
     async def _write_notes(self) -> None:
         await write_root_metadata(self.storage, self.metadata or {})
         await self.retention.prepare()
-        await self.retention.write_down()
 
     async def _sweep(self) -> None:
         """Remove leftovers of dead writers from the root."""
@@ -160,11 +159,6 @@ class Root:
             each is not None and (passed_over is None or each.attempt != passed_over.attempt)
             for each in found
         )
-
-    async def newest_time(self) -> float | None:
-        """Return the Unix time at which the save of the latest committed step began."""
-        latest = await self.index.latest()
-        return None if latest is None else saved_step(latest).time
 
     async def other_step_dirs(self, step: int) -> list[str]:
         """Return the directories of `step` that do not have the name of a new save."""

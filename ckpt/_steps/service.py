@@ -15,7 +15,7 @@ from ckpt._arguments import check_step, number_of_seconds, one_of
 from ckpt._commit import StepInfo
 from ckpt._engine.engine import Engine
 from ckpt._runtime.loop import EngineLoop
-from ckpt._settings import IfTaken, Timeouts
+from ckpt._settings import IfTaken, OpenMode, Timeouts
 from ckpt._steps.index import MissingRoot, StepIndex
 from ckpt._steps.pins import Pin, pin, pins, unpin
 from ckpt._steps.reader import StepReader
@@ -24,13 +24,12 @@ from ckpt._steps.removal.trash import StepTrash
 from ckpt._steps.root import Root
 from ckpt._steps.root_metadata import read_root_metadata
 from ckpt._steps.saves.commits import OpenCommits
-from ckpt._steps.saves.partial import OpenSave
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.queue import SaveQueue
 from ckpt._steps.saves.save_arguments import make_request
 from ckpt.errors import InvalidArgumentError
-from ckpt.keep._deletion import Deletion, trash_of
-from ckpt.keep._keep_policies import All, KeepRules
+from ckpt.keep._deletion import Deletion
+from ckpt.keep._keep_policies import KeepRules
 from ckpt.keep._ranking import ranking_of
 from ckpt.save_when._save_policies import SavePolicyLike
 from ckpt.step_names import StepNames
@@ -38,6 +37,7 @@ from ckpt.storage._base import Storage
 
 if TYPE_CHECKING:
     from ckpt._job.solo_job import ProcessJob
+    from ckpt._steps.saves.partial import OpenSave
 
 logger = logging.getLogger("ckpt")
 
@@ -56,9 +56,8 @@ class RootService:
         deletion: Deletion | None,
         names: StepNames,
         metadata: Mapping[str, Any] | None,
-        read_only: bool,
+        mode: OpenMode,
         missing: MissingRoot,
-        must_exist: bool = False,
         timeouts: Timeouts,
         preemption: Preemption,
         commits: OpenCommits,
@@ -73,8 +72,7 @@ class RootService:
         processes = job.at(index, engine.staging.backlog)
         retention = Retention(storage, index, keep, deletion, engine.observers, engine.now_ns)
         retention.log_level = log_level
-        trash = None if deletion is None else trash_of(deletion)
-        self.trash: StepTrash = StepTrash(storage, index, names, trash, engine.now_ns)
+        self.trash: StepTrash = StepTrash(storage, index, names, retention.trash, engine.now_ns)
         self.root: Root = Root(
             storage,
             names,
@@ -83,8 +81,7 @@ class RootService:
             retention,
             save_policy=save_when,
             metadata=metadata,
-            read_only=read_only,
-            must_exist=must_exist,
+            mode=mode,
             observers=engine.observers,
             log_level=log_level,
         )
@@ -93,10 +90,10 @@ class RootService:
             storage,
             index,
             engine,
-            ranking_of(All() if keep is None else keep),
+            None if keep is None else ranking_of(keep),
             processes,
             self.saves.history.begin_from,
-            may_write=not read_only,
+            may_write=mode != "r",
         )
 
     @property
@@ -122,6 +119,8 @@ class RootService:
         if_exists: IfTaken,
     ) -> OpenSave:
         """Return a save in parts, which begins with its first call."""
+        from ckpt._steps.saves.partial import OpenSave
+
         one_of("if_exists", if_exists, get_args(IfTaken))
         step = check_step(step)
         name = self.root.names.name(step)

@@ -275,7 +275,7 @@ def _service_of_memory(
         deletion=None,
         names=run.names,
         metadata=None,
-        read_only=False,
+        mode="a",
         missing="empty",
         timeouts=run.timeouts,
         preemption=Preemption(),

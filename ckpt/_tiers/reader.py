@@ -21,7 +21,7 @@ from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import PassedOver
 from ckpt._steps.reader import StepReader, check_one_step, rank
-from ckpt._steps.restores.restore_arguments import RestoreOptions
+from ckpt._steps.restores.restore_options import RestoreOptions
 from ckpt._steps.restores.step_choice import RunStart
 from ckpt._steps.step_metadata import StepMetadata
 from ckpt._steps.unreadable import shortened

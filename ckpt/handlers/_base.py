@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from ckpt._format.manifest import ItemEntry, JsonValue
-from ckpt._plan.adapt import Adapt
-from ckpt._plan.targets import ArrayRead
 from ckpt.errors import CheckpointError, CorruptCheckpointError, HandlerError, located
+
+if TYPE_CHECKING:
+    from ckpt._plan.adapt import Adapt
+    from ckpt._plan.targets import ArrayRead
 
 T = TypeVar("T")
 # Content of a file to write; never changed while it is written.

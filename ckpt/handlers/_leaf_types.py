@@ -23,8 +23,6 @@ PyTree = Any
 _OWN = (bool, int, float, complex, str, bytes, np.ndarray, np.generic, jax.Array, type(None))
 _CONTAINERS = (dict, list, tuple)
 _MOST_NAME = 200
-# Deeper than any tree that can be saved.
-_MOST_LEVELS = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +140,12 @@ class LeafTypes:
     def packed(self, tree: PyTree) -> PyTree:
         """Return the tree with every leaf of these types packed.
 
+        The tree has been walked before: jax would recurse without end into one that contains
+        itself.
+
         Raises:
             UnsupportedLeafError: A leaf cannot be packed; the message names its path.
         """
-        # jax would recurse too deeply into an endless tree, and this thread could not go on.
-        if not self or _is_endless(tree):
-            return tree
         try:
             return jax.tree_util.tree_map_with_path(self._pack, tree, is_leaf=self.is_one)
         except CheckpointError:
@@ -215,7 +213,7 @@ class LeafTypes:
 
     def is_one(self, node: Any) -> bool:
         """Return True if an object is of one of these types."""
-        return self._type_of(node) is not None
+        return bool(self._by_class) and self._type_of(node) is not None
 
     def _type_of(self, leaf: Any) -> LeafType | None:
         kind = type(leaf)
@@ -230,29 +228,6 @@ class LeafTypes:
         # A class may also be abstract, with subclasses that are only registered.
         others = (each for cls, each in self._by_class.items() if isinstance(leaf, cls))
         return next(nearest, None) or next(others, None)
-
-
-def _is_endless(tree: PyTree) -> bool:
-    """Return True if a tree contains itself, or is far deeper than any that can be saved."""
-    heights: dict[int, int] = {}
-    # A node is met twice: first for its children, then for its own height.
-    stack: list[tuple[Any, bool]] = [(tree, False)] if isinstance(tree, _CONTAINERS) else []
-    while stack:
-        node, has_children = stack.pop()
-        children = list(node.values() if isinstance(node, Mapping) else node)
-        children = [each for each in children if isinstance(each, _CONTAINERS)]
-        if has_children:
-            heights[id(node)] = 1 + max((heights[id(each)] for each in children), default=0)
-            if heights[id(node)] > _MOST_LEVELS:
-                return True
-        elif id(node) not in heights:
-            # Until its height is known, the node is an ancestor of the nodes that are looked at.
-            heights[id(node)] = _MOST_LEVELS + 1
-            stack.append((node, True))
-            if any(heights.get(id(each), 0) > _MOST_LEVELS for each in children):
-                return True
-            stack.extend((each, False) for each in children)
-    return False
 
 
 def _path(path: Any) -> str:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from ckpt._format.manifest import ItemEntry
-from ckpt._plan.adapt import Adapt, RestoreReport, SourceArrays, adapted
-from ckpt._plan.leaf_entries import check_leaves
-from ckpt._plan.match import Match, match_as_saved, match_target
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.classes import known_classes
 from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_names import nested
 from ckpt._tree.leaf_specs import is_function
-from ckpt._tree.unflatten import unflatten
 from ckpt.handlers._base import Deferred, ItemReader, ItemWriter
 from ckpt.handlers._leaf_types import PACKED, LeafType, LeafTypes
+
+if TYPE_CHECKING:
+    from ckpt._plan.adapt import Adapt, SourceArrays
+    from ckpt._plan.match import Match
 
 logger = logging.getLogger("ckpt")
 
@@ -73,11 +73,7 @@ class PyTreeHandler:
         Raises:
             UnsupportedLeafError: A leaf or key cannot be stored; the message names its path.
         """
-        if self._leaf_types:
-            # Checked before packing, which makes the nodes anew, without attributes that jax
-            # ignores.
-            await writer.in_thread(describe, item, True, self._leaf_types.is_one)
-        await writer.stage(self._leaf_types.packed(item))
+        await writer.stage(await self._packed(item, True, writer))
 
         async def commit() -> ItemEntry:
             return ItemEntry(handler=self.name)
@@ -91,6 +87,10 @@ class PyTreeHandler:
             TargetMismatchError: The target does not fit; the message lists every leaf.
             CorruptCheckpointError: The stored tree is damaged.
         """
+        from ckpt._plan.adapt import adapted
+        from ckpt._plan.leaf_entries import check_leaves
+        from ckpt._plan.match import match_as_saved, match_target
+
         await reader.in_thread(check_leaves, entry)
         stored = await reader.in_thread(adapted, entry, adapt)
         if like is None:
@@ -100,7 +100,7 @@ class PyTreeHandler:
             if any(node.class_name == PACKED for node in entry.nodes):
                 tree = await reader.in_thread(self._unpacked, tree)
         else:
-            like = self._leaf_types.packed(like)
+            like = await self._packed(like, False, reader)
             structure = await reader.in_thread(describe, like)
             match = await reader.in_thread(match_target, structure, stored, adapt)
             leaves = match.leaves(await reader.read(entry, match.reads))
@@ -109,6 +109,13 @@ class PyTreeHandler:
                 tree = await reader.in_thread(self._unpacked, tree)
         _report(entry, match, adapt, reader.item)
         return tree
+
+    async def _packed(self, tree: Any, saved: bool, engine: ItemWriter | ItemReader) -> Any:
+        if not self._leaf_types:
+            return tree
+        # Checked before packing, which makes the nodes anew, without attributes that jax ignores.
+        await engine.in_thread(describe, tree, saved, self._leaf_types.is_one)
+        return self._leaf_types.packed(tree)
 
     def _unpacked(self, tree: Any) -> Any:
         unknown: set[str] = set()
@@ -124,6 +131,8 @@ class PyTreeHandler:
         return tree
 
     def _rebuilt(self, entry: ItemEntry, stored: SourceArrays, leaves: list[Any]) -> Any:
+        from ckpt._tree.unflatten import unflatten
+
         if stored.moved:
             return nested(dict(zip(stored.sources, leaves, strict=True)))
         tree, unknown = unflatten(entry.nodes, leaves, self._classes)
@@ -148,6 +157,8 @@ def _report(entry: ItemEntry, match: Match, adapt: Adapt, item: str) -> None:
             ),
         )
     if adapt.report is not None:
+        from ckpt._plan.adapt import RestoreReport
+
         used = set(match.used)
         names = unboxed_names(entry.nodes, entry.leaves.names)
         adapt.report(

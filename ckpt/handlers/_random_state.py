@@ -37,7 +37,6 @@ _KINDS: Mapping[str, type] = MappingProxyType(
 _GREATEST = {"pos": 624, "buffer_pos": 4, "has_gauss": 1, "has_uint32": 1, "uinteger": 2**32 - 1}
 # Largest pool of a seed sequence. numpy's own is 4; the time to make one grows with its square.
 _MOST_POOL = 256
-_DTYPES = ("uint32", "uint64")
 
 
 class RandomStateHandler:
@@ -167,7 +166,7 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, str):
         return value
     match value:
-        case {"dtype": dtype, "hex": str(text)} if dtype in _DTYPES:
+        case {"dtype": dtype, "hex": str(text)} if dtype in ("uint32", "uint64"):
             return np.frombuffer(bytes.fromhex(text), np.dtype(dtype).newbyteorder("<")).astype(
                 dtype
             )

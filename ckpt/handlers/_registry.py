@@ -9,17 +9,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import jax
 from msgspec import Struct
 
 from ckpt._arguments import invalid, refuse_orbax_argument, shown
 from ckpt.errors import InvalidArgumentError, UnsupportedFormatError
 from ckpt.handlers._base import Handler, errors_of
-from ckpt.handlers._json import JsonHandler
-from ckpt.handlers._protobuf import ProtobufHandler
 from ckpt.handlers._pytree import PyTreeHandler
-from ckpt.handlers._random_state import RandomStateHandler
-from ckpt.handlers._stateful import StatefulHandler
-from ckpt.handlers._text import BytesHandler
 
 logger = logging.getLogger("ckpt")
 
@@ -36,11 +32,14 @@ class Handlers(Struct, frozen=True):
 
     Attributes:
         by_item: Handlers for items of these names; they are not asked whether they accept.
-        in_order: Handlers that are asked one after the other for all other items.
+        given: Handlers that are asked one after the other for all other items, before the built-in
+            ones.
+        trees: Handlers of trees, which take everything and are asked last.
     """
 
     by_item: Mapping[str, Handler]
-    in_order: tuple[Handler, ...]
+    given: tuple[Handler, ...]
+    trees: tuple[Handler, ...]
 
     def for_item(self, item: str, value: Any) -> Handler:
         """Return the handler that saves `value` as the item called `item`.
@@ -54,14 +53,17 @@ class Handlers(Struct, frozen=True):
         chosen = self.by_item.get(item)
         if chosen is not None:
             return chosen
-        for handler in self.in_order:
+        # The other built-in handlers take only what is a leaf to jax, and need not be imported.
+        others = built_in() if jax.tree_util.all_leaves([value]) else ()
+        asked = (*self.given, *others, *self.trees)
+        for handler in asked:
             if isinstance(handler, PyTreeHandler) and handler.packs(value):
                 return handler
-        for handler in self.in_order:
+        for handler in asked:
             with errors_of(handler, item, f"say whether it takes a {type(value).__name__}"):
                 if handler.accepts(value):
                     return handler
-        known = ", ".join(handler.name for handler in self.in_order)
+        known = ", ".join(handler.name for handler in asked)
         raise InvalidArgumentError(
             f"no handler takes an object of type {type(value).__name__} (handlers: {known})",
             item=item,
@@ -87,7 +89,8 @@ class Handlers(Struct, frozen=True):
         if item in self.by_item:
             yield self.by_item[item]
         yield from self.by_item.values()
-        yield from self.in_order
+        yield from (*self.given, *self.trees)
+        yield from built_in()
 
 
 def find_handlers(given: HandlersLike) -> Handlers:
@@ -115,12 +118,18 @@ def find_handlers(given: HandlersLike) -> Handlers:
     # classes, is asked in the place of the built-in one.
     trees = [handler for handler in first if type(handler) is PyTreeHandler]
     others = [handler for handler in first if type(handler) is not PyTreeHandler]
-    return Handlers(
-        by_item, (*others, *installed_handlers(), *_built_in(), *trees, PyTreeHandler())
-    )
+    return Handlers(by_item, (*others, *installed_handlers()), (*trees, PyTreeHandler()))
 
 
-def _built_in() -> tuple[Handler, ...]:
+@functools.cache
+def built_in() -> tuple[Handler, ...]:
+    """Return the built-in handlers but that of trees, in the order in which they are asked."""
+    from ckpt.handlers._json import JsonHandler
+    from ckpt.handlers._protobuf import ProtobufHandler
+    from ckpt.handlers._random_state import RandomStateHandler
+    from ckpt.handlers._stateful import StatefulHandler
+    from ckpt.handlers._text import BytesHandler
+
     return (
         BytesHandler(),
         RandomStateHandler(),
@@ -140,7 +149,7 @@ def installed_handlers() -> tuple[Handler, ...]:
     """
     points = importlib.metadata.entry_points(group=ENTRY_POINTS)
     found: list[Handler] = []
-    taken = {handler.name for handler in (*_built_in(), PyTreeHandler())}
+    taken = {PyTreeHandler.name, *(handler.name for handler in built_in())} if points else set()
     for point in sorted(points, key=lambda each: (each.name, each.value)):
         try:
             made: Any = point.load()

@@ -27,7 +27,8 @@ from ckpt._format.step_files.per_process import apart, combine, own_path, pick, 
 from ckpt._plan.adapt import Adapt
 from ckpt._settings import Staging
 from ckpt._steps.factory import make_engine
-from ckpt._steps.restores.restore_arguments import RestoreOptions, wanted_items
+from ckpt._steps.restores.restore_arguments import wanted_items
+from ckpt._steps.restores.restore_options import RestoreOptions
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,

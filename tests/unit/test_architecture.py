@@ -112,7 +112,7 @@ NAMES_SIGNS = {
     "_steps/reader.py": 10,
     "_steps/removal/recorded_policy.py": 2,
     "_steps/removal/retention.py": 12,
-    "_steps/restores/restore_arguments.py": 8,
+    "_steps/restores/restore_options.py": 8,
     "_steps/restores/step_choice.py": 38,
     "_steps/saves/after_saves.py": 4,
     "_steps/saves/overwrite.py": 1,
@@ -194,6 +194,46 @@ def test_a_save_and_a_restore_without_extensions_import_none(tmp_path: Path) -> 
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
     )
     assert run.stdout.strip() == "[]"
+
+
+# Features that a plain save does not use, each by a module that belongs to it.
+NOT_FOR_SAVES = (
+    "_api.plain.functions",
+    "_api.plain.partial",
+    "_api.plain.watch",
+    "_api.resumption",
+    "_calls",
+    "_engine.codecs",
+    "_engine.restore",
+    "_engine.verify",
+    "_interop",
+    "_plan.adapt",
+    "_plan.match",
+    "_steps.removal.recorded_policy",
+    "_steps.saves.partial",
+    "_steps.step_metadata",
+    "_steps.watcher",
+    "_tiers",
+    "coordination",
+    "handlers._json",
+    "handlers._stateful",
+    "handlers._text",
+    "keep._by_item",
+)
+
+
+def test_a_save_imports_no_feature_that_it_does_not_use(tmp_path: Path) -> None:
+    script = (
+        "import sys, numpy, ckpt.sync as ckpt\n"
+        f"with ckpt.CheckpointManager({str(tmp_path)!r}) as mgr:\n"
+        "    mgr.save(1, {'w': numpy.ones(4), 'step': 1})\n"
+        f"print([m for m in {NOT_FOR_SAVES} if 'ckpt.' + m in sys.modules])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert run.stdout.strip() == "[]"
+    assert set(GRAPH).issuperset(f"ckpt.{name}" for name in NOT_FOR_SAVES)
 
 
 def test_no_folder_is_a_flat_drawer() -> None:

@@ -36,6 +36,22 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = ckpt.nothing_like_this
 
 
+@pytest.mark.parametrize("module", ["ckpt.sync", "ckpt.handlers"])
+def test_names_that_are_loaded_at_first_use_are_names_like_all_others(module: str) -> None:
+    program = (
+        f"import importlib, sys; module = importlib.import_module({module!r})\n"
+        "assert dir(module) == sorted(module.__all__)\n"
+        "try: module.nothing_like_this\n"
+        "except AttributeError as error: print(error)\n"
+        f"from {module} import *\n"
+        "print([name for name in module.__all__ if globals()[name] is not getattr(module, name)])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ended.stdout == f"module {module!r} has no attribute 'nothing_like_this'\n[]\n"
+
+
 def test_names_survive_the_import_of_modules() -> None:
     for module in ("ckpt._api.functions", "ckpt._api.watch", "ckpt.sync", "ckpt._commit"):
         importlib.import_module(module)

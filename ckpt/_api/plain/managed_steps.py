@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from ckpt._api.base import ManagerBase
 from ckpt._api.plain.trash import SyncTrash
 from ckpt._commit import StepInfo
-from ckpt._engine.verify.report import VerifyReport
 from ckpt._steps.pins import Pin
-from ckpt._steps.step_metadata import StepMetadata, infos
 from ckpt.keep._health import Healthy
 from ckpt.keep._ranking import Metric, Mode
+
+if TYPE_CHECKING:
+    from ckpt._engine.verify.report import VerifyReport
+    from ckpt._steps.step_metadata import StepMetadata
 
 
 class ManagedSteps(ManagerBase):
@@ -52,6 +54,8 @@ class ManagedSteps(ManagerBase):
                 print(info.step, info.committed, info.metrics)
             ```
         """
+        from ckpt._steps.step_metadata import infos
+
         return self._loop.call(infos, self._service.reader)
 
     def latest_step(self, *, healthy: bool | Healthy = False) -> int | None:

@@ -12,18 +12,20 @@ from ckpt._api import plain_waits as waits
 from ckpt._api.bases import refused
 from ckpt._api.hints import hinted
 from ckpt._api.plain.managed_steps import ManagedSteps
-from ckpt._api.plain.partial import SyncPartialSave
-from ckpt._api.plain.watch import SyncWatch
-from ckpt._api.resumption import Fresh, State, fresh_state, resume_target, source_target
 from ckpt._arguments import true_or_false
 from ckpt._commit import Commit, StepInfo
-from ckpt._plan.adapt import Adapt
 from ckpt._settings import ArrayMemory, IfExists, IfTaken
-from ckpt._steps.restores.restore_arguments import options_onto, restore_options
+from ckpt._steps.restores.restore_options import options_onto, restore_options
 from ckpt._steps.saves import after_saves
-from ckpt._steps.watcher import Until, WatchOptions
 from ckpt.keep._health import Healthy
 from ckpt.storage._resolve import PathLike
+
+if TYPE_CHECKING:
+    from ckpt._api.plain.partial import SyncPartialSave
+    from ckpt._api.plain.watch import SyncWatch
+    from ckpt._api.resumption import Fresh, State
+    from ckpt._plan.adapt import Adapt
+    from ckpt._steps.watcher import Until
 
 
 class CheckpointManager(ManagedSteps):
@@ -54,7 +56,9 @@ class CheckpointManager(ManagedSteps):
             self._service.listen()
             self._loop.call(self._service.open)
         except BaseException:
-            self._give_up_entering()
+            # Python does not call the exit of a block that was not entered.
+            self._loop.stop()
+            self._service.stop_listening()
             raise
         return self
 
@@ -268,6 +272,8 @@ class CheckpointManager(ManagedSteps):
                 part.save({"opt_state": state["opt_state"]})
             ```
         """
+        from ckpt._api.plain.partial import SyncPartialSave
+
         self._loop.check_caller()
         started = self._service.start_partial(step, metrics, custom_metadata, if_exists=if_exists)
         return SyncPartialSave(started, self)
@@ -427,6 +433,8 @@ class CheckpointManager(ManagedSteps):
                     mgr.save(step, state)
             ```
         """
+        from ckpt._api.resumption import fresh_state, resume_target, source_target
+
         start = self._loop.call(after_saves.start_of_run, self._service, healthy)
         if start.is_fresh:
             if source is None:
@@ -460,8 +468,13 @@ class CheckpointManager(ManagedSteps):
                 state = mgr.restore(info.step, like=state)
             ```
         """
-        options = WatchOptions(timeout, min_interval, until, after, only_latest, poll_interval, pin)
-        return SyncWatch(self._watcher(options))
+        from ckpt._api.plain.watch import SyncWatch
+        from ckpt._calls.watches import watcher_of
+
+        options = timeout, min_interval, until, after, only_latest, poll_interval, pin
+        return SyncWatch(
+            watcher_of(self._given, self._service.root.names, self._timeouts, *options)
+        )
 
     def wait_until_finished(self) -> None:
         """Wait for every save that was started, and raise failures, as `close` does.

@@ -27,7 +27,6 @@ from ckpt._engine.restore.destinations import (
     direct_memory,
     map_files,
 )
-from ckpt._engine.restore.item_files import read_item_file
 from ckpt._engine.restore.placement import loses_precision, place
 from ckpt._engine.restore.step_files import BlockReader, ItemElsewhere
 from ckpt._format.dtypes import parse_dtype
@@ -126,6 +125,8 @@ class EngineItemReader:
 
     async def read_file(self, path: str) -> bytes:
         """Read a file of the item; see `ItemReader.read_file`."""
+        from ckpt._engine.restore.item_files import read_item_file
+
         own = own_path(path, self._part.process, self._part.processes)
         return await read_item_file(self._restore, self.item, own)
 
@@ -142,7 +143,7 @@ class EngineItemReader:
         began_ns = time.perf_counter_ns()
         work = await self.in_thread(self._planned, entry, reads)
         total = sum(each.nbytes for requests in work.requests.values() for each in requests)
-        self._recorder.planned(began_ns, total)
+        self._recorder.report("plan", began_ns, time.perf_counter_ns(), total)
         self._restore.moved.append(total)
         # No chunk has to be read for these arrays.
         empty = [number for number, each in enumerate(work.destinations) if not each.left]

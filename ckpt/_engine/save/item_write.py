@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.from_thread
@@ -19,7 +19,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from ckpt._engine.base_step import SavedItem
-from ckpt._engine.chunk_extensions import NotesOfItem
 from ckpt._engine.memory.arena import Block
 from ckpt._engine.memory.contents import NO_CONTENTS, BatchContents, batch_contents
 from ckpt._engine.memory.staging import (
@@ -35,7 +34,6 @@ from ckpt._engine.memory.staging import (
     wait_until_computed,
 )
 from ckpt._engine.plan_cache import CompatFiles, ItemPlan, index_over
-from ckpt._engine.save.encoding import encode_batch
 from ckpt._engine.save.merged_items import database_files
 from ckpt._engine.save.save_request import SaveCall
 from ckpt._engine.save.session import ENCODERS, LANES, STAGERS, SaveSession
@@ -51,6 +49,9 @@ from ckpt._plan.write_batches import FileSpan, WriteBatch
 from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import located
+
+if TYPE_CHECKING:
+    from ckpt._engine.chunk_extensions import NotesOfItem
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -153,6 +154,11 @@ class ItemWrite:
         """Start to write the leaves; return once the caller can no longer affect them."""
         session, batches = self._session, self._plan.save.batches
         is_encoded = self._plan.save.is_encoded
+        if is_encoded:
+            # Imported while the caller waits: later, the program may be ending.
+            from ckpt._engine.save.encoding import encode_batch
+
+            self._encode_batch = encode_batch
         for _ in range(min(ENCODERS if is_encoded else LANES, len(batches))):
             self.start(self._run_lane)
         with session.recorder.phase("snapshot"):
@@ -341,14 +347,8 @@ class ItemWrite:
 
         told = tell if recorder.observers else None
         async with session.encoders:
-            encode = partial(
-                encode_batch,
-                batch,
-                plan.leaves,
-                memory,
-                self._extensions,
-                told=told,
-            )
+            encode = self._encode_batch
+            encode = partial(encode, batch, plan.leaves, memory, self._extensions, told=told)
             found = await run_in_thread(encode)
         self._spans[number], self._contents[number] = found.spans, found.contents
         self._count_placed()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from ckpt._engine.base_step import SavedItem, references, saved_item
-from ckpt._engine.chunk_extensions import NotesOfItem
 from ckpt._engine.plan_cache import ItemPlan
 from ckpt._engine.save.item_write import ItemWrite
 from ckpt._engine.save.merged_items import ItemParts, WrittenTree
@@ -32,6 +31,7 @@ from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import FileData
 
 if TYPE_CHECKING:
+    from ckpt._engine.chunk_extensions import NotesOfItem
     from ckpt._job.solo_save import ItemShare
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ class EngineItemWriter:
         if plan.keys:
             leaves = await self.in_thread(_with_key_data, leaves, plan.keys)
         total = sum(batch.nbytes for batch in plan.save.batches)
-        session.recorder.planned(began_ns, total)
+        session.recorder.report("plan", began_ns, time.perf_counter_ns(), total)
         session.hooks.advance(total=total)
         if plan.formatted is not None:
             session.formatted.append(plan.formatted)

@@ -14,7 +14,6 @@ from msgspec import Struct, field
 
 from ckpt._commit import CommitHooks
 from ckpt._engine.base_step import BaseStep, SavedItem
-from ckpt._engine.chunk_extensions import NotesOfSave
 from ckpt._engine.engine import Engine
 from ckpt._engine.memory.arena import Block
 from ckpt._engine.plan_cache import PlanCache
@@ -28,6 +27,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt.storage._base import Attempt, Storage
 
 if TYPE_CHECKING:
+    from ckpt._engine.chunk_extensions import NotesOfSave
     from ckpt._job.solo_save import JobSave
 
 T = TypeVar("T")

@@ -101,7 +101,8 @@ class Scanner:
 
     def plan(self, nbytes: int) -> None:
         """Report the number of bytes to read, unless damage is found."""
-        self._recorder.planned(time.perf_counter_ns(), nbytes)
+        now = time.perf_counter_ns()
+        self._recorder.report("plan", now, now, nbytes)
 
     def close(self) -> None:
         """Free the memory; no read may be in progress."""

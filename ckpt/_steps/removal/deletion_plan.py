@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from msgspec import Struct, field
 
 from ckpt._steps.index import IndexedStep
-from ckpt.keep._by_item import leaving
 from ckpt.keep._keep_policies import All, KeepRules, steps_kept
 from ckpt.keep._questions import SavedStep
 
@@ -70,6 +69,8 @@ def plan_deletions(
     if not isinstance(policy, Mapping):
         kept = {*steps_kept(policy, steps, now), *always}
         return DeletionPlan({step: each for step, each in found.items() if step not in kept})
+    from ckpt.keep._by_item import leaving
+
     items = {step: each.items for step, each in found.items()}
     gone = leaving(policy, steps, items, now, always)
     return DeletionPlan(

@@ -79,8 +79,6 @@ async def record_policy(
     A root in which everything has always been kept gets no note. None means "not given": a program
     that evaluates or adds a step need not know the policy of its run, and leaves the note as it is.
     """
-    if policy is None and deletion is None:
-        return
     try:
         try:
             known = await storage.read("", _NOTE, _MAX_BYTES)

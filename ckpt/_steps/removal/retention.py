@@ -20,7 +20,6 @@ from ckpt._steps.opened import OpenedStep, open_step
 from ckpt._steps.pins import deletion_of, pins, refuse_pinned
 from ckpt._steps.previous_steps import UnhealthyLeaves, saved_step
 from ckpt._steps.removal.deletion_plan import DeletionPlan, keeps_all, plan_deletions
-from ckpt._steps.removal.recorded_policy import is_own, record_policy
 from ckpt._steps.unreadable import shortened
 from ckpt._tree.suggestions import near_miss
 from ckpt.errors import (
@@ -32,7 +31,6 @@ from ckpt.errors import (
     StorageError,
     located,
 )
-from ckpt.keep._by_item import unused_patterns
 from ckpt.keep._deletion import Deletion, trash_of
 from ckpt.keep._health import allowed_by, health_of, last_resort, why_not_healthy
 from ckpt.keep._keep_policies import All, KeepRules
@@ -115,18 +113,26 @@ class Retention:
         self._index = index
         self._told = (policy, deletion)
         self._policy = All() if policy is None else policy
-        self._allow = allowed_by(policy)
+        self._allow = () if policy is None else allowed_by(policy)
         deletion = Deletion() if deletion is None else deletion
         self._concurrency = deletion.concurrency
         self._keeps_latest = deletion.keep_latest
         self._spares_foreign = not deletion.orbax_steps
         self._said_spared = False
-        self._unhealthy = UnhealthyLeaves(storage, with_metadata=is_own(self._policy))
+        # True if `preserve` deletes nothing.
+        self.keeps_all: bool = keeps_all(self._policy)
+        has_own = False
+        if self._told != (None, None):
+            # Imported now: after a save, the program may be ending.
+            from ckpt._steps.removal.recorded_policy import is_own
+
+            has_own = is_own(self._policy)
+        self._unhealthy = UnhealthyLeaves(storage, with_metadata=has_own)
         # Steps that a warning has named as kept because the newest one is unhealthy.
         self._said_last: set[int] = set()
         self._said_unused: set[str] = set()
         self._said_unranked: set[Metric] = set()
-        self._trash = trash_of(deletion)
+        self.trash: str | None = trash_of(deletion)
         self._observers = observers
         self._now_ns = now_ns
         # The step that was acknowledged last, or None; set by the saves.
@@ -140,23 +146,17 @@ class Retention:
         self._preserving: anyio.Lock | None = None
 
     async def prepare(self) -> None:
-        """Create the trash folder if the policy uses one.
+        """Create the trash folder if there is one, and record the policy for people and tools.
 
         Raises:
             StorageError: Steps could not be moved into it.
-            StorageError: Steps could not be moved into it.
         """
-        if self._trash is not None and isinstance(self._storage, HasDirectories):
-            await self._storage.prepare_trash(self._trash)
+        if self.trash is not None and isinstance(self._storage, HasDirectories):
+            await self._storage.prepare_trash(self.trash)
+        if self._told != (None, None):
+            from ckpt._steps.removal.recorded_policy import record_policy
 
-    async def write_down(self) -> None:
-        """Record the policy in the root, for people and tools that look at it."""
-        await record_policy(self._storage, *self._told)
-
-    @property
-    def keeps_all(self) -> bool:
-        """True if `preserve` deletes nothing."""
-        return keeps_all(self._policy)
+            await record_policy(self._storage, *self._told)
 
     def would_delete(self, found: Mapping[int, IndexedStep]) -> frozenset[int]:
         """Return the steps that would be deleted if `found` were the steps of the root."""
@@ -307,6 +307,8 @@ class Retention:
         """Warn once for each pattern of the policy that matches no item of any step."""
         if not isinstance(self._policy, Mapping):
             return
+        from ckpt.keep._by_item import unused_patterns
+
         known = {
             name
             for each in found.values()
@@ -461,8 +463,8 @@ class Retention:
         async with self._deletion(step):
             for step_dir, attempt in step_dirs.items():
                 await spare_foreign_files(self._storage, step_dir)
-                if self._trash is not None:
-                    trash = await self._storage.move(step_dir, self._trash)
+                if self.trash is not None:
+                    trash = await self._storage.move(step_dir, self.trash)
                     is_gone = trash is not None
                 else:
                     is_gone = await self._storage.remove(step_dir, attempt=attempt)

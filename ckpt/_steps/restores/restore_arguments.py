@@ -1,69 +1,31 @@
-"""Turn the arguments of a restore into items, targets and files for the engine, and its results."""
+"""Turn the options of a restore into items, targets and files for the engine, and its results."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
-
-from ckpt._arguments import invalid, one_of, shown, true_or_false, whole_number
+from ckpt._arguments import invalid, shown
 from ckpt._engine.engine import Engine
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import ItemTarget
 from ckpt._engine.restore.step_files import OtherCopies
-from ckpt._engine.restore.virtual_files import files_of
 from ckpt._events import Observer
 from ckpt._format.manifest import Manifest
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.leaf_entries import unread_items
-from ckpt._settings import ArrayMemory
 from ckpt._steps.opened import OpenedStep
+from ckpt._steps.restores.restore_options import RestoreOptions
 from ckpt._steps.step_metadata import ItemInfo
 from ckpt._tree.item_leaves import branch_of
 from ckpt._tree.leaf_specs import is_function
 from ckpt._tree.table import format_bytes
 from ckpt.errors import InvalidArgumentError, ItemDroppedError
-from ckpt.keep._health import Healthy, check_healthy
 
 if TYPE_CHECKING:
     from ckpt._job.shared_reads import Broadcast
-
-# A smaller budget would need too many rounds of exchange.
-_LEAST_BROADCAST_BYTES = 1 << 20
-
-
-class RestoreOptions(Struct, frozen=True):
-    """What is read of a checkpoint, and how.
-
-    Attributes:
-        like: The target; None for everything as it was saved.
-        items: The items to load, or a target for each; None for all.
-        at: Leaf path of the only branch to load.
-        adapt: The allowed differences between checkpoint and target.
-        memory: Kind of memory of the restored arrays.
-        checks_devices: True to compare the arrays on devices with the vital signs.
-        broadcast_bytes: Memory in which processes share what they read; None if each reads alone.
-        fallback: True to pass over steps that are damaged or lack a wanted item.
-        healthy: The health that the step must have; None for any step.
-    """
-
-    like: Any = None
-    items: Mapping[str, Any] | Iterable[str] | None = None
-    at: str | None = None
-    adapt: Adapt | Mapping[str, Adapt] | None = None
-    memory: ArrayMemory = "jax"
-    checks_devices: bool = False
-    broadcast_bytes: int | None = None
-    fallback: bool = False
-    healthy: Healthy | None = None
-
-    @property
-    def are_for_everything(self) -> bool:
-        return self.like is None and self.items is None and self.at is None
-
 
 _AS_SAVED = RestoreOptions()
 
@@ -92,6 +54,8 @@ def context_of(
     """
     files = opened.foreign
     if files is None and opened.manifest.sources:
+        from ckpt._engine.restore.virtual_files import files_of
+
         files = files_of(opened.storage, opened.step_dir, opened.manifest)
     check = None
     if options.checks_devices:
@@ -112,43 +76,6 @@ def context_of(
         copies=copies,
         external_files=files,
     )
-
-
-def restore_options(
-    like: Any,
-    items: Mapping[str, Any] | Iterable[str] | None,
-    at: str | None,
-    adapt: Adapt | Mapping[str, Adapt] | None,
-    memory: ArrayMemory = "jax",
-    check_devices: bool = False,
-    broadcast_bytes: int | None = None,
-    fallback: bool = False,
-    healthy: bool | Healthy = False,
-) -> RestoreOptions:
-    """Return the options of a call; they can be used more than once.
-
-    Raises:
-        InvalidArgumentError: One of the last five is invalid. The rest depends on the checkpoint.
-    """
-    one_of("memory", memory, get_args(ArrayMemory))
-    true_or_false("check_devices", check_devices)
-    true_or_false("fallback", fallback)
-    wanted = check_healthy(healthy)
-    items = list(items) if isinstance(items, Iterator) else items
-    how = memory, check_devices, broadcast_bytes, fallback, wanted
-    return RestoreOptions(like, items, at, adapt, *how)
-
-
-def options_onto(
-    target: Any,
-    items: Mapping[str, Any] | None,
-    adapt: Adapt | Mapping[str, Adapt] | None,
-    fallback: bool,
-    healthy: bool | Healthy,
-) -> RestoreOptions:
-    """Return the options that restore onto a target, or with `items` onto one for each item."""
-    like, each = (target, None) if items is None else (None, target)
-    return restore_options(like, each, None, adapt, fallback=fallback, healthy=healthy)
 
 
 def wanted_items(manifest: Manifest, options: RestoreOptions) -> dict[str, ItemTarget]:
@@ -281,15 +208,3 @@ def result_of(context: RestoreContext, options: RestoreOptions, loaded: Mapping[
 def volume_text(context: RestoreContext, began: float) -> str:
     """Return how much was read since `began`, by `time.perf_counter`, for the log."""
     return f"{format_bytes(sum(context.moved))} in {time.perf_counter() - began:.2f} s"
-
-
-def check_broadcast(nbytes: object) -> None:
-    """Check the memory budget with which processes may exchange what they read.
-
-    Raises:
-        InvalidArgumentError: The budget is no number of bytes.
-    """
-    if nbytes is None:
-        return
-    hint = " (1 MiB), in bytes; or None for every process to read what it needs"
-    whole_number("broadcast_bytes", nbytes, least=_LEAST_BROADCAST_BYTES, hint=hint)

@@ -73,13 +73,13 @@ class SaveHistory:
     async def kept_by(self, context: SaveContext, root: Root) -> float:
         """Return the training time that a final save keeps, in seconds."""
         try:
-            newest = await root.newest_time() if context.last_time is None else None
+            newest = await root.index.latest() if context.last_time is None else None
         except CheckpointError as error:
             # The value is for a report only.
             logger.debug("the newest step could not be looked at: %s", error)
             newest = None
         # Counted from the start of the save before this one, by any manager, or else of the run.
-        last = newest if context.last_time is None else context.last_time
+        last = context.last_time if newest is None else newest.created_ns / 1e9
         last = self._first_time if last is None else last
         return 0.0 if last is None else max(context.now - last, 0.0)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 import anyio
 from msgspec import Struct
@@ -23,7 +24,6 @@ from ckpt._tiers.drains.drain import DrainResult, drain_step
 from ckpt._tiers.drains.drain_backlog import DrainBacklog, pause_after
 from ckpt._tiers.drains.drain_leases import DrainLeases
 from ckpt._tiers.drains.rate import paced
-from ckpt._tiers.drains.transfer_strategy import TransferStrategy
 from ckpt.errors import StorageError, located
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
@@ -58,6 +58,25 @@ class DrainRoute(Struct, frozen=True):
 
     def place(self, storage: Storage, step: int) -> StepLocation:
         return StepLocation(storage, self.names.name(step))
+
+
+class TransferStrategy(Protocol):
+    """A way to bring steps to the target. All methods raise `StorageError` if a storage refuses."""
+
+    async def add(self, step: int, save: str) -> None:
+        """Note a step that was asked for, and its save if that is not empty."""
+
+    async def next(self, backlog: DrainBacklog) -> int | None:
+        """Wait until a waiting step can be drained, and return it; None if no step waits."""
+
+    async def drain(self, step: int) -> DrainResult | None:
+        """Drain the step that `next` has returned; return None if it must wait again."""
+
+    async def ended(self, drained: DrainResult) -> None:
+        """Note the outcome of a step, while the step is still held."""
+
+    async def tidy(self) -> None:
+        """Remove leftovers of interrupted drains from the target."""
 
 
 class WholeStepTransfer:

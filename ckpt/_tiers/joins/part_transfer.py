@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ckpt._conversion.copies.step_copy import Pace
-from ckpt._tiers.drains.drainer import DrainRoute, MakeStrategy
-from ckpt._tiers.drains.transfer_strategy import TransferStrategy
+from ckpt._tiers.drains.drainer import DrainRoute, MakeStrategy, TransferStrategy
 from ckpt._tiers.joins.follower import Follower
 from ckpt._tiers.joins.leader import Leader
 

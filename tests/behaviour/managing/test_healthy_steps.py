@@ -357,7 +357,7 @@ def test_a_healthy_step_that_is_replaced_while_it_is_read_is_read_anew(
                 await anyio.to_thread.run_sync(lambda: save().result())
             return await restore_items(context, wanted)
 
-        monkeypatch.setattr("ckpt._steps.reader.restore_items", restored)
+        monkeypatch.setattr("ckpt._engine.restore.pipeline.restore_items", restored)
         assert mgr.restore(healthy=True)["n"] == 22
 
 

@@ -17,6 +17,9 @@ STATE = {"w": np.arange(100_000.0)}
 
 
 def main() -> None:
+    with tempfile.TemporaryDirectory() as root:
+        # What is imported at first use is there now.
+        ckpt.sync.save(f"{root}/one", STATE)
     if os.geteuid() == 0:
         # The limit does not hold for root.
         os.setuid(65534)

@@ -11,18 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ckpt
 from ckpt import errors
 from ckpt.handlers import Deferred, ItemEntry, ItemReader, ItemWriter
-from ckpt.handlers._registry import find_handlers
+from ckpt.handlers._registry import built_in, find_handlers
 from tests.support.trees import plain_id
 
 
 @dataclass
 class Note:
     text: str
+
+
+class Counter:
+    def get_state(self) -> bytes:
+        return b"1"
+
+    def set_state(self, state: bytes) -> None:
+        assert state == b"1"
 
 
 class NoteHandler:
@@ -105,9 +114,13 @@ def test_what_is_no_handler_is_refused(handlers: Any, words: str, tmp_path: Path
 
 
 def test_trees_come_last_and_take_everything_else() -> None:
-    names = [handler.name for handler in find_handlers(()).in_order]
-    assert names[-1] == "pytree"
+    found = find_handlers(())
+    names = [handler.name for handler in (*built_in(), *found.trees)]
     assert sorted(names) == sorted(set(names))
+    for item in ("text", np.random.default_rng(0), Note("a"), Counter()):
+        assert found.for_item("item", item).name != "pytree"
+    for tree in ({"text": "text"}, [Counter()], (), None, np.zeros(2), 1.0, object()):
+        assert found.for_item("item", tree).name == "pytree"
 
 
 PLUGIN = """

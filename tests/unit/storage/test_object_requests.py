@@ -111,7 +111,7 @@ def test_what_a_run_keeps_costs_a_read_at_the_first_save_and_a_write_if_it_is_ne
     assert first - usual == Counter({"write": 1})
     assert again == usual
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt._steps.removal.retention.record_policy", _nothing)
+        patch.setattr("ckpt._steps.removal.recorded_policy.record_policy", _nothing)
         without = saving(ckpt.keep.Latest(3))
     assert again - without == Counter({"read": 1})
 
