@@ -201,7 +201,9 @@ class Manifest(Struct, frozen=True):
 
         None if there are none, and the vital signs of some array are unknown.
         """
-        return _nonfinite_leaves(self.items)
+        tables = [item.leaves for item in self.items.values()]
+        count = sum(len(table.nonfinite()) for table in tables)
+        return count or (None if any(map(_unknown_leaves, tables)) else 0)
 
     @property
     def unknown_leaves(self) -> int:
@@ -211,22 +213,12 @@ class Manifest(Struct, frozen=True):
     @property
     def unequal_leaves(self) -> int:
         """Number of leaves whose replicas were not equal, as far as they were compared."""
-        return _unequal_leaves(self.items)
+        return sum(len(item.leaves.unequal) for item in self.items.values())
 
 
 def _fileless(items: Iterable[str], files: Iterable[str]) -> list[str]:
     tops = tops_of(files)
     return [name for name in items if name not in tops]
-
-
-def _unequal_leaves(items: Mapping[str, ItemEntry]) -> int:
-    return sum(len(item.leaves.unequal) for item in items.values())
-
-
-def _nonfinite_leaves(items: Mapping[str, ItemEntry]) -> int | None:
-    tables = [item.leaves for item in items.values()]
-    count = sum(len(table.nonfinite()) for table in tables)
-    return count or (None if any(map(_unknown_leaves, tables)) else 0)
 
 
 def _unknown_leaves(table: LeafTable) -> int:
@@ -432,10 +424,34 @@ def decode(data: bytes, *, where: str) -> Manifest:
             raise ValueError("its head contradicts it")
         rest = _RESTS.decode(b"".join((b"{", memoryview(data)[end + 1 :])))
         items = {name: _read(item) for name, item in rest.items.items()}
+        manifest = Manifest(
+            format=front.format,
+            version=front.version,
+            requires=front.requires,
+            step=front.step,
+            attempt=front.attempt,
+            folder=front.folder,
+            unnamed=rest.unnamed,
+            items=items,
+            metrics=front.metrics,
+            metadata=rest.metadata,
+            parent=rest.parent,
+            replaces=rest.replaces,
+            left_behind=front.left_behind,
+            created_ns=front.created_ns,
+            committed_ns=front.committed_ns,
+            writer=rest.writer,
+            process_count=rest.process_count,
+            save=front.save,
+            statistics=rest.statistics,
+            files=front.files,
+            sources=rest.sources,
+            dropped=front.dropped,
+        )
         # Earlier writers did not count such leaves.
-        if front.nonfinite_leaves not in (None, _nonfinite_leaves(items)):
+        if front.nonfinite_leaves not in (None, manifest.nonfinite_leaves):
             raise ValueError("its head counts other leaves with values that are not finite")
-        if front.unequal_leaves != _unequal_leaves(items):
+        if front.unequal_leaves != manifest.unequal_leaves:
             raise ValueError("its head counts other leaves with unequal replicas")
         # Earlier writers did not name such items.
         if front.fileless and front.fileless != _fileless(items, front.files):
@@ -452,30 +468,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
     except INVALID as error:
         # Values that are invalid in this version may be valid in a later one.
         raise _not_ours(head, where, f"{error!s:.300}") from error
-    return Manifest(
-        format=front.format,
-        version=front.version,
-        requires=front.requires,
-        step=front.step,
-        attempt=front.attempt,
-        folder=front.folder,
-        unnamed=rest.unnamed,
-        items=items,
-        metrics=front.metrics,
-        metadata=rest.metadata,
-        parent=rest.parent,
-        replaces=rest.replaces,
-        left_behind=front.left_behind,
-        created_ns=front.created_ns,
-        committed_ns=front.committed_ns,
-        writer=rest.writer,
-        process_count=rest.process_count,
-        save=front.save,
-        statistics=rest.statistics,
-        files=front.files,
-        sources=rest.sources,
-        dropped=front.dropped,
-    )
+    return manifest
 
 
 def _check_whole(items: Mapping[str, ItemEntry], sources: Mapping[str, SourceFile]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -10,8 +10,7 @@ from typing import Literal
 from ckpt._arguments import invalid, shown, whole_number
 from ckpt._tree.patterns import compile_pattern
 from ckpt._tree.suggestions import near_miss
-from ckpt.keep._keep_policies import Any as AnyOf
-from ckpt.keep._keep_policies import last_of
+from ckpt.keep._keep_policies import last_of, members_of
 from ckpt.keep._questions import SavedStep
 
 Health = Literal["healthy", "unknown", "unhealthy"]
@@ -152,12 +151,8 @@ def last_resort(
 
 def allowed_by(policy: object) -> tuple[str, ...]:
     """Return the patterns of leaves for which keep policies allow odd values."""
-    members = policy.policies if isinstance(policy, AnyOf) else ()
-    members = tuple(policy.values()) if isinstance(policy, Mapping) else members
-    if members:
-        found = [pattern for each in members for pattern in allowed_by(each)]
-        return tuple(dict.fromkeys(found))
-    return tuple(policy.allow) if isinstance(policy, Healthy) else ()
+    known = [each for each in members_of(policy) if isinstance(each, Healthy)]
+    return tuple(dict.fromkeys(pattern for each in known for pattern in each.allow))
 
 
 def _not_allowed(saved: SavedStep, allow: Sequence[str]) -> tuple[int, list[str]]:

@@ -255,3 +255,11 @@ class Any:
     def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
         """Return the steps among `steps` that any policy keeps."""
         return frozenset().union(*(steps_kept(policy, steps, now) for policy in self.policies))
+
+
+def members_of(policy: object) -> list[object]:
+    """Return the policies that an `Any` or a mapping is made of, at any depth; else the policy."""
+    if not isinstance(policy, Mapping | Any):
+        return [policy]
+    several = policy.values() if isinstance(policy, Mapping) else policy.policies
+    return [each for member in several for each in members_of(member)]

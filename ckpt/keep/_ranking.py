@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ckpt._arguments import invalid, shown, true_or_false, whole_number
 from ckpt.errors import InvalidArgumentError
-from ckpt.keep._keep_policies import Any as AnyOf
+from ckpt.keep._keep_policies import members_of
 from ckpt.keep._questions import SavedStep, ask, name_of
 
 Metric = str | Callable[[Mapping[str, Any]], float | None]
@@ -124,12 +124,7 @@ def _is_alike(one: Best, other: Best | None) -> bool:
 
 def rankings_in(policy: object) -> list[Best]:
     """Return every `Best` among the members of a keep policy."""
-    if isinstance(policy, Best):
-        return [policy]
-    members: Iterable[object] = policy.policies if isinstance(policy, AnyOf) else ()
-    if isinstance(policy, Mapping):
-        members = policy.values()
-    return [each for member in members for each in rankings_in(member)]
+    return [each for each in members_of(policy) if isinstance(each, Best)]
 
 
 # Ranks; a greater one is better: no metric, NaN, numbers.

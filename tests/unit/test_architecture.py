@@ -97,7 +97,7 @@ NAMES_SIGNS = {
     "_format/dtypes.py": 1,
     "_format/history.py": 2,
     "_format/leaf_table.py": 57,
-    "_format/manifest.py": 18,
+    "_format/manifest.py": 14,
     "_format/manifest_head.py": 4,
     # A process that watches signs of life.
     "_job/agreement/operation.py": 2,

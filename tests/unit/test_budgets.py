@@ -37,13 +37,13 @@ LINES = {
     "_calls": 835,
     "_conversion": 1973,
     "_engine": 5192,
-    "_format": 1915,
+    "_format": 1912,
     "_inspection": 4275,
     "_interop": 2663,
     "_plan": 3071,
     "_runtime": 676,
     "_runtime/jax_internals": 47,
-    "_steps": 4915,
+    "_steps": 4913,
     "_tiers": 5264,
     "_tree": 1472,
     # One spelling for leaves of items, in place of five.
@@ -52,7 +52,7 @@ LINES = {
     "cli": 3059,
     "extensions": 64,
     "handlers": 1342,
-    "keep": 582,
+    "keep": 577,
     "observers": 1157,
     "page": 263,
     "save_when": 234,
@@ -62,7 +62,7 @@ LINES = {
 MODULES = 517
 # A manager is opened, saves or restores three leaves, and is closed, in a new process.
 RUN = {
-    "save": {"functions": 553, "modules": 103, "imported": 158},
+    "save": {"functions": 551, "modules": 103, "imported": 158},
     "restore": {"functions": 382, "modules": 97, "imported": 187},
 }
 # Names of `ckpt._plan` that the modules of `ckpt._engine` import; attributes of modules count.

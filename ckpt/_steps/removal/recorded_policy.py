@@ -28,6 +28,7 @@ from ckpt.keep._keep_policies import (
     Latest,
     Steps,
     check_keep_policy,
+    members_of,
 )
 from ckpt.keep._keep_policies import Any as AnyOf
 from ckpt.keep._questions import name_of
@@ -113,11 +114,8 @@ async def read_recorded_policy(storage: Storage) -> RecordedPolicy | None:
 
 def is_own(policy: object) -> bool:
     """Return True if a policy, or a member of it, is a user's own object."""
-    if isinstance(policy, Mapping | AnyOf):
-        several = policy.values() if isinstance(policy, Mapping) else policy.policies
-        return any(map(is_own, several))
     # A plain function does not count: it is asked about the number of a step alone.
-    return hasattr(policy, "keep") and type(policy) not in _NAMES
+    return any(hasattr(each, "keep") and type(each) not in _NAMES for each in members_of(policy))
 
 
 def _read_note(encoded: bytes) -> dict[str, Any]:
