@@ -17,6 +17,8 @@ from ckpt._format.history import DroppedItem, Step
 from ckpt._format.metrics import Metrics
 
 FILE_NAME = "ckpt.json"
+# Lists what a step of all parts takes from that of one process; see `step_part`.
+PART_FILE = "ckpt.part.json"
 # Manifests of checkpoints of other libraries have another format, and are never written.
 OWN_FORMAT = "ckpt"
 FORMAT_VERSION = 1

@@ -135,7 +135,6 @@ class RootService:
 
         The answer for a step never changes, so that a save and its caller agree.
         """
-        self.preemption.open()
         return self.preemption.reached(check_step(step))
 
     async def open(self) -> None:

@@ -36,14 +36,14 @@ LINES = {
     "_api/hints": 86,
     "_calls": 835,
     "_conversion": 1973,
-    "_engine": 5192,
-    "_format": 1912,
+    "_engine": 5191,
+    "_format": 1910,
     "_inspection": 4275,
     "_interop": 2663,
     "_plan": 3071,
     "_runtime": 676,
     "_runtime/jax_internals": 47,
-    "_steps": 4913,
+    "_steps": 4911,
     "_tiers": 5264,
     "_tree": 1472,
     # One spelling for leaves of items, in place of five.
@@ -62,8 +62,8 @@ LINES = {
 MODULES = 517
 # A manager is opened, saves or restores three leaves, and is closed, in a new process.
 RUN = {
-    "save": {"functions": 551, "modules": 103, "imported": 158},
-    "restore": {"functions": 382, "modules": 97, "imported": 187},
+    "save": {"functions": 551, "modules": 103, "imported": 157},
+    "restore": {"functions": 382, "modules": 97, "imported": 186},
 }
 # Names of `ckpt._plan` that the modules of `ckpt._engine` import; attributes of modules count.
 FROM_PLAN = 63

@@ -12,8 +12,7 @@ from ckpt._engine.save.save_request import SaveRequest
 from ckpt._engine.save.session import SaveSession
 from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, Manifest, encode, features, sizes
-from ckpt._format.manifest_head import FILE_NAME, FORMAT_VERSION, MAX_BYTES, FileEntry
-from ckpt._format.step_files.step_part import PART_FILE
+from ckpt._format.manifest_head import FILE_NAME, FORMAT_VERSION, MAX_BYTES, PART_FILE, FileEntry
 from ckpt._plan.orbax_view import step_view, text_view, why_hidden
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import InvalidArgumentError

@@ -6,8 +6,7 @@ import re
 from typing import TypeGuard
 
 from ckpt._arguments import shown
-from ckpt._format.manifest_head import FILE_NAME
-from ckpt._format.step_files.step_part import PART_FILE
+from ckpt._format.manifest_head import FILE_NAME, PART_FILE
 from ckpt.errors import InvalidArgumentError
 
 _ITEM = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\Z")

@@ -12,11 +12,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from ckpt._format.manifest_head import INVALID, MAX_BYTES
+from ckpt._format.manifest_head import INVALID
 from ckpt.errors import CorruptCheckpointError
 
-PART_FILE = "ckpt.part.json"
-MOST_PART_BYTES = MAX_BYTES
 _Number = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 

@@ -185,7 +185,6 @@ class SaveQueue:
             self.root.processes.withdraw(self.loop, _kind_of(step_dir), _save_title(step), error)
             raise
         # Ask on the caller's thread, which may install signal handlers; the answer is kept.
-        self._preemption.open()
         self._preemption.reached(step)
         run = SaveRun(request, self.loop.check_caller)
         given = request, force, run, refuse

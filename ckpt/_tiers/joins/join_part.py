@@ -9,8 +9,8 @@ from msgspec import Struct
 from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._format.digests import digest
 from ckpt._format.manifest import Manifest
-from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, MAX_BYTES, FileEntry, peek
-from ckpt._format.step_files.step_part import MOST_PART_BYTES, PART_FILE, decode_part
+from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, MAX_BYTES, PART_FILE, FileEntry, peek
+from ckpt._format.step_files.step_part import decode_part
 from ckpt.errors import CorruptCheckpointError
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import files_folder, read_manifest
@@ -54,7 +54,7 @@ async def read_part(place: StepLocation, step: int, process: int, count: int) ->
         raise CorruptCheckpointError(
             f"{where} is missing: {place.location} is not a part that can be joined with others"
         )
-    data = await place.storage.read(files_folder(place.name, manifest), PART_FILE, MOST_PART_BYTES)
+    data = await place.storage.read(files_folder(place.name, manifest), PART_FILE, MAX_BYTES)
     if data is None or digest(data) != entry.digest:
         raise CorruptCheckpointError(f"{where} is damaged, so the step cannot be joined")
     part = decode_part(data, where)

@@ -10,7 +10,8 @@ import pytest
 
 import ckpt
 from ckpt._format.manifest import Manifest, decode
-from ckpt._format.step_files.step_part import PART_FILE, StepPart, decode_part
+from ckpt._format.manifest_head import PART_FILE
+from ckpt._format.step_files.step_part import StepPart, decode_part
 from ckpt._job.reports import decode_report
 from ckpt.errors import InvalidArgumentError
 from tests.support.simulated_job import FAR, closed, managers, saved, steps, together

@@ -61,3 +61,17 @@ def test_a_thread_that_python_refuses_at_the_end_is_told_so(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(ClosedError, match="the main thread of the program has ended"):
         ckpt.sync.save(tmp_path / "one", {"n": 1})
+
+
+def test_a_save_that_goes_on_at_the_end_of_the_program_imports_nothing(tmp_path: Path) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        mgr.save(1, {"w": 1.0})
+    run = subprocess.run(
+        [sys.executable, PROGRAMS / "save_while_ending.py", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (run.returncode, run.stderr, run.stdout) == (0, "", "[]\n")
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        assert mgr.all_steps() == [2]
