@@ -19,21 +19,20 @@ from ckpt._runtime.loop import EngineLoop
 from ckpt._runtime.tracebacks import shortened
 from ckpt._settings import OpenMode, Staging, StagingMode, Timeouts, as_staging
 from ckpt._steps.factory import make_engine, make_job
+from ckpt._steps.root import RootOptions
 from ckpt._steps.saves.commits import OnFailure, OpenCommits
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike
 from ckpt.keep._deletion import Deletion
-from ckpt.keep._keep_policies import KeepLike, KeepRules, as_keep_rules
+from ckpt.keep._keep_policies import KeepLike, as_keep_rules
 from ckpt.save_when._save_policies import SavePolicyLike, check_save_policy, signals_of
 from ckpt.step_names import Standard, StepNames, checked
-from ckpt.storage._base import Storage
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._resolve import PathLike, check_trash, open_root
 
 if TYPE_CHECKING:
-    from ckpt._job.solo_job import ProcessJob
     from ckpt._tiers.factory import Service
     from ckpt._tiers.settings import SharedMemory, Tier
     from ckpt.coordination._base import Coordinator
@@ -141,35 +140,22 @@ class ManagerBase:
         preemption = Preemption(signals)
         commits = OpenCommits(on_failure)
 
-        def serve(
-            place: Storage,
-            kept: KeepRules | None,
-            processes: ProcessJob,
-            deleted: Deletion | None = None,
-        ) -> RootService:
-            return RootService(
-                self._loop,
-                place,
-                engine,
-                save_when=save_when,
-                keep=kept,
-                deletion=deleted,
-                names=names,
-                metadata=metadata,
-                mode=mode,
-                missing="empty" if mode == "r" else "error",
-                timeouts=timeouts,
-                preemption=preemption,
-                commits=commits,
-                job=processes,
-            )
-
-        service = serve(storage, rules, job, deletion)
+        options = RootOptions(
+            names,
+            timeouts,
+            mode,
+            "empty" if mode == "r" else "error",
+            save_when,
+            rules,
+            deletion,
+            metadata,
+        )
+        service = RootService(self._loop, storage, engine, options, preemption, commits, job)
         self._service: Service = service
         if given_tiers is not None:
-            where, given_job = storage.location, job_of(coordinator)
-            run = RunParts(self._loop, engine, root, where, names, timeouts, signals, given_job)
-            self._service = with_tiers(given_tiers, service, serve, run)
+            parts = options, preemption, signals, job_of(coordinator)
+            run = RunParts(self._loop, engine, root, storage.location, *parts)
+            self._service = with_tiers(given_tiers, service, run)
         run_at_exit(self._service.saves.finish_at_exit)
         weakref.finalize(self, self._loop.stop).atexit = False
 

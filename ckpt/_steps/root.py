@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._arguments import check_step
@@ -16,14 +17,16 @@ from ckpt._events import EventRecorder, Observer
 from ckpt._format.history import ReplacedSave
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
-from ckpt._settings import OpenMode
-from ckpt._steps.index import StepIndex
+from ckpt._settings import OpenMode, Timeouts
+from ckpt._steps.index import MissingRoot, StepIndex
 from ckpt._steps.misplaced import say_misplaced
 from ckpt._steps.pins import forget_expired
 from ckpt._steps.previous_steps import PreviousSteps
 from ckpt._steps.removal.retention import Retention
 from ckpt._steps.root_metadata import write_root_metadata
 from ckpt.errors import CheckpointError, ReadOnlyError, StorageError
+from ckpt.keep._deletion import Deletion
+from ckpt.keep._keep_policies import KeepRules
 from ckpt.save_when._save_policies import SaveContext, SavePolicyLike, refusal_of
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
@@ -39,46 +42,63 @@ _MOST_BEHIND = 4096
 _BEGUN = "%s: left out, since Orbax has not finished it: %s. 'ckpt gc --orbax' removes old ones"
 
 
+class RootOptions(Struct, frozen=True):
+    """How a manager uses a root: its arguments, checked.
+
+    Attributes:
+        names: Naming of the step directories.
+        timeouts: Time limits.
+        mode: How the root is opened.
+        missing: What a root that is not there is.
+        save_when: The save policy; None saves every step.
+        keep: The keep policy; None keeps all.
+        deletion: How steps are deleted, if that was said.
+        metadata: Metadata to keep with the root, or None.
+        log_level: Level of the line about each save, and each deletion.
+    """
+
+    names: StepNames
+    timeouts: Timeouts
+    mode: OpenMode = "a"
+    missing: MissingRoot = "error"
+    save_when: SavePolicyLike | None = None
+    keep: KeepRules | None = None
+    deletion: Deletion | None = None
+    metadata: Mapping[str, Any] | None = None
+    log_level: int = logging.INFO
+
+
 class Root:
     """One root. Its coroutines run on the engine's loop.
 
     Attributes:
         storage: Storage of the root.
+        options: How it is used.
         names: Naming of its step directories.
         index: Its committed steps.
         processes: The processes that use it.
         retention: Deletes its steps.
-        metadata: Metadata to keep with the root, or None.
         is_read_only: True if nothing may be written.
-        log_level: Level of the line about each save.
     """
 
     def __init__(
         self,
         storage: Storage,
-        names: StepNames,
+        options: RootOptions,
         index: StepIndex,
         processes: Processes,
         retention: Retention,
-        *,
-        save_policy: SavePolicyLike | None,
-        metadata: Mapping[str, Any] | None,
-        mode: OpenMode,
         observers: tuple[Observer, ...],
-        log_level: int = logging.INFO,
     ) -> None:
         """Put a root together from its parts; does no input or output."""
         self.storage = storage
-        self.names = names
+        self.options = options
+        self.names: StepNames = options.names
         self.index = index
         self.processes = processes
         self.retention = retention
-        self.save_policy = save_policy
-        self.metadata: Mapping[str, Any] | None = metadata
-        self.is_read_only: bool = mode == "r"
-        self._must_exist = mode == "r+"
+        self.is_read_only: bool = options.mode == "r"
         self._observers = observers
-        self.log_level = log_level
         # Called with a step and whether the save may replace any step; returns the saves that give
         # way to it, in all places to which steps are copied on from here.
         self.replaced: Callable[[int, bool], Awaitable[Sequence[ReplacedSave]]] = _nothing
@@ -110,9 +130,9 @@ class Root:
         if self.index.begun:
             logger.warning(_BEGUN, where, ", ".join(self.index.begun)[:200])
         if not count and not self.index.unreadable:
-            await say_misplaced(self.storage, self.index, raises=self._must_exist)
+            await say_misplaced(self.storage, self.index, raises=self.options.mode == "r+")
         steps = f"1 step: {latest}" if count == 1 else f"{count} steps, the latest {latest}"
-        logger.log(self.log_level, "%s: %s", where, steps if count else "no steps yet")
+        logger.log(self.options.log_level, "%s: %s", where, steps if count else "no steps yet")
 
     async def begin(self) -> None:
         """Write the notes of the root; only the first save does.
@@ -124,7 +144,7 @@ class Root:
             self._begun = True
 
     async def _write_notes(self) -> None:
-        await write_root_metadata(self.storage, self.metadata or {})
+        await write_root_metadata(self.storage, self.options.metadata or {})
         await self.retention.prepare()
 
     async def _sweep(self) -> None:
@@ -141,14 +161,14 @@ class Root:
 
     async def refusal(self, step: int, context: SaveContext) -> str | None:
         """Return the reason why the save policy refuses `step`, or None."""
-        if self.save_policy is None:
+        if self.options.save_when is None:
             return None
         previous = PreviousSteps(self.index)
         # The policy runs in a thread, because it may be slow or look at earlier steps. It is
         # shielded, because it reads these steps on this loop, where a cancelled scope could read
         # nothing; and because a thread cannot be interrupted anyway.
         with anyio.CancelScope(shield=True):
-            found = await run_in_thread(refusal_of, self.save_policy, step, previous, context)
+            found = await run_in_thread(refusal_of, self.options.save_when, step, previous, context)
         return found
 
     async def has(self, step: int) -> bool:

@@ -15,24 +15,20 @@ from ckpt._arguments import check_step, number_of_seconds, one_of
 from ckpt._commit import StepInfo
 from ckpt._engine.engine import Engine
 from ckpt._runtime.loop import EngineLoop
-from ckpt._settings import IfTaken, OpenMode, Timeouts
-from ckpt._steps.index import MissingRoot, StepIndex
+from ckpt._settings import IfTaken
+from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import Pin, pin, pins, unpin
 from ckpt._steps.reader import StepReader
 from ckpt._steps.removal.retention import Retention
 from ckpt._steps.removal.trash import StepTrash
-from ckpt._steps.root import Root
+from ckpt._steps.root import Root, RootOptions
 from ckpt._steps.root_metadata import read_root_metadata
 from ckpt._steps.saves.commits import OpenCommits
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.queue import SaveQueue
 from ckpt._steps.saves.save_arguments import make_request
 from ckpt.errors import InvalidArgumentError
-from ckpt.keep._deletion import Deletion
-from ckpt.keep._keep_policies import KeepRules
 from ckpt.keep._ranking import ranking_of
-from ckpt.save_when._save_policies import SavePolicyLike
-from ckpt.step_names import StepNames
 from ckpt.storage._base import Storage
 
 if TYPE_CHECKING:
@@ -50,50 +46,33 @@ class RootService:
         loop: EngineLoop,
         storage: Storage,
         engine: Engine,
-        *,
-        save_when: SavePolicyLike | None,
-        keep: KeepRules | None,
-        deletion: Deletion | None,
-        names: StepNames,
-        metadata: Mapping[str, Any] | None,
-        mode: OpenMode,
-        missing: MissingRoot,
-        timeouts: Timeouts,
+        options: RootOptions,
         preemption: Preemption,
         commits: OpenCommits,
         job: ProcessJob,
-        log_level: int = logging.INFO,
     ) -> None:
         """Serve the root of `storage` together with the processes of `job`."""
         self.loop = loop
         self.preemption = preemption
         self.engine = engine
-        index = StepIndex(storage, names, missing=missing)
+        index = StepIndex(storage, options.names, missing=options.missing)
         processes = job.at(index, engine.staging.backlog)
-        retention = Retention(storage, index, keep, deletion, engine.observers, engine.now_ns)
-        retention.log_level = log_level
-        self.trash: StepTrash = StepTrash(storage, index, names, retention.trash, engine.now_ns)
-        self.root: Root = Root(
-            storage,
-            names,
-            index,
-            processes,
-            retention,
-            save_policy=save_when,
-            metadata=metadata,
-            mode=mode,
-            observers=engine.observers,
-            log_level=log_level,
+        retention = Retention(
+            storage, index, options.keep, options.deletion, engine.observers, engine.now_ns
         )
-        self.saves: SaveQueue = SaveQueue(loop, self.root, engine, preemption, commits, timeouts)
+        retention.log_level = options.log_level
+        trash = retention.trash
+        self.trash: StepTrash = StepTrash(storage, index, options.names, trash, engine.now_ns)
+        self.root: Root = Root(storage, options, index, processes, retention, engine.observers)
+        self.saves: SaveQueue = SaveQueue(loop, self.root, engine, preemption, commits)
         self.reader: StepReader = StepReader(
             storage,
             index,
             engine,
-            None if keep is None else ranking_of(keep),
+            None if options.keep is None else ranking_of(options.keep),
             processes,
             self.saves.history.begin_from,
-            may_write=mode != "r",
+            may_write=options.mode != "r",
         )
 
     @property
@@ -164,7 +143,7 @@ class RootService:
 
     async def root_metadata(self) -> dict[str, Any]:
         """Return the metadata of the root, or if it has none yet, the configured ones."""
-        return await read_root_metadata(self.storage) or dict(self.root.metadata or {})
+        return await read_root_metadata(self.storage) or dict(self.root.options.metadata or {})
 
     async def pin(self, step: int, name: str) -> None:
         """Protect a step from deletion until it is unpinned."""

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from ckpt._arguments import invalid
 from ckpt._engine.engine import Engine
 from ckpt._runtime.loop import EngineLoop
-from ckpt._settings import Timeouts
 from ckpt._steps.factory import make_job
+from ckpt._steps.root import RootOptions
 from ckpt._steps.saves.commits import OpenCommits
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
@@ -39,14 +39,12 @@ from ckpt._tiers.tier_fetches import TierFetches
 from ckpt.coordination._base import Coordinator
 from ckpt.coordination._jobs import OwnDisks, has_own_disks
 from ckpt.errors import InvalidArgumentError
-from ckpt.keep._keep_policies import KeepRules, Latest, as_keep_rules
-from ckpt.step_names import StepNames
-from ckpt.storage._base import Storage
+from ckpt.keep._keep_policies import Latest, as_keep_rules
 from ckpt.storage._local.config import Local
 from ckpt.storage._resolve import PathLike, local_path, open_root
 
 if TYPE_CHECKING:
-    from ckpt._job.solo_job import ProcessJob
+    pass
 
 logger = logging.getLogger("ckpt")
 
@@ -67,8 +65,8 @@ class RunParts(Struct, frozen=True):
     engine: Engine
     root: PathLike
     location: str
-    names: StepNames
-    timeouts: Timeouts
+    options: RootOptions
+    preemption: Preemption
     signals: tuple[int, ...]
     job: Coordinator
 
@@ -145,7 +143,6 @@ def _tier_of_process(near: Sequence[Tier], job: Coordinator) -> Tier:
 def with_tiers(
     tiers: Tiers,
     service: RootService,
-    serve: Callable[[Storage, KeepRules | None, ProcessJob], RootService],
     run: RunParts,
 ) -> TieredService:
     """Return the service of a run with tiers.
@@ -153,7 +150,6 @@ def with_tiers(
     Args:
         tiers: The tiers.
         service: The service of the root.
-        serve: Makes the service of another root from its storage, policy and processes.
         run: The parts that all of them share.
 
     Raises:
@@ -162,11 +158,20 @@ def with_tiers(
     # Each process of a job has a place of its own for its steps.
     job, process = run.job, (run.job.process_index, run.job.process_count)
     disks = OwnDisks(job, f"tier of {run.location}")
+    timeouts, commits = run.options.timeouts, service.saves.commits
     near = [
-        serve(
-            open_root(tier.path, run.timeouts),
-            None if tier.keep is None else as_keep_rules(tier.keep),
-            make_job(disks, run.timeouts, run.location, run.engine),
+        RootService(
+            run.loop,
+            open_root(tier.path, timeouts),
+            run.engine,
+            replace(
+                run.options,
+                keep=None if tier.keep is None else as_keep_rules(tier.keep),
+                deletion=None,
+            ),
+            run.preemption,
+            commits,
+            make_job(disks, timeouts, run.location, run.engine),
         )
         for tier in tiers.near
     ]
@@ -195,7 +200,7 @@ def with_tiers(
         os.getpid(),
         places[-1],
         tuple(sorted({int(signal.SIGTERM), *map(int, run.signals)})),
-        run.timeouts.exit,
+        timeouts.exit,
         snapshots,
         tuple(
             TransferLeg(
@@ -220,9 +225,9 @@ def with_tiers(
     agent = AgentClient(setup, on_message, greeting)
     memory = None
     if settings is not None and folder is not None:
-        at_root = MemoryRoot(folder, service.storage, run.timeouts, process)
+        at_root = MemoryRoot(folder, service.storage, timeouts, process)
         copied = _copied_steps(settings, job)
-        in_memory = _service_of_memory(at_root, run, copied, service.saves.commits)
+        in_memory = _service_of_memory(at_root, run, copied, commits)
         peers = None
         if copied is not None and settings.peers is not None:
             peers = PeerReplication(settings.peers, job, in_memory, folder, copied, agent)
@@ -236,7 +241,7 @@ def with_tiers(
         if job.process_count == 1:
             fetches = TierFetches(near[0], agent)
             parts.append(fetches)
-    return TieredService(service, near, memory, drains, fetches, agent, run.timeouts.exit)
+    return TieredService(service, near, memory, drains, fetches, agent, timeouts.exit)
 
 
 def _copied_steps(memory: SharedMemory, job: Coordinator) -> CopiedSteps | None:
@@ -265,22 +270,16 @@ def _service_of_memory(
     # tracked for each root.
     staging = dataclasses.replace(run.engine.staging, backlog="wait")
     engine = replace(run.engine, staging=staging, base_step=None, writes_later=True)
-    job = OwnDisks(run.job, f"snapshots of {run.location}")
-    return RootService(
-        run.loop,
-        storage,
-        engine,
-        save_when=None,
-        keep=copied or Latest(1),
-        deletion=None,
-        names=run.names,
-        metadata=None,
-        mode="a",
+    timeouts = run.options.timeouts
+    # Snapshots may come every few seconds.
+    options = RootOptions(
+        run.options.names,
+        timeouts,
         missing="empty",
-        timeouts=run.timeouts,
-        preemption=Preemption(),
-        commits=commits,
-        job=make_job(job, run.timeouts, storage.location, engine),
-        # Snapshots may come every few seconds.
+        keep=copied or Latest(1),
         log_level=logging.DEBUG,
     )
+    job = make_job(
+        OwnDisks(run.job, f"snapshots of {run.location}"), timeouts, storage.location, engine
+    )
+    return RootService(run.loop, storage, engine, options, Preemption(), commits, job)

@@ -42,6 +42,8 @@ from ckpt.storage._manifests import while_read
 logger = logging.getLogger("ckpt")
 
 _NAMED_FILES = 5
+# How steps are deleted if nobody says.
+_FOR_GOOD = Deletion()
 
 
 async def is_ours(storage: Storage, step_dir: str) -> bool:
@@ -114,10 +116,10 @@ class Retention:
         self._told = (policy, deletion)
         self._policy = All() if policy is None else policy
         self._allow = () if policy is None else allowed_by(policy)
-        deletion = Deletion() if deletion is None else deletion
-        self._concurrency = deletion.concurrency
-        self._keeps_latest = deletion.keep_latest
-        self._spares_foreign = not deletion.orbax_steps
+        how = _FOR_GOOD if deletion is None else deletion
+        self._concurrency = how.concurrency
+        self._keeps_latest = how.keep_latest
+        self._spares_foreign = not how.orbax_steps
         self._said_spared = False
         # True if `preserve` deletes nothing.
         self.keeps_all: bool = keeps_all(self._policy)
@@ -132,7 +134,7 @@ class Retention:
         self._said_last: set[int] = set()
         self._said_unused: set[str] = set()
         self._said_unranked: set[Metric] = set()
-        self.trash: str | None = trash_of(deletion)
+        self.trash: str | None = None if deletion is None else trash_of(deletion)
         self._observers = observers
         self._now_ns = now_ns
         # The step that was acknowledged last, or None; set by the saves.

@@ -42,7 +42,7 @@ from ckpt._format.manifest import Manifest
 from ckpt._format.manifest_head import save_id
 from ckpt._redaction import redact
 from ckpt._runtime.loop import EngineLoop, Job
-from ckpt._settings import IfExists, Timeouts
+from ckpt._settings import IfExists
 from ckpt._steps.root import Root
 from ckpt._steps.saves.backlog import Backlog, SaveRun, SaveStage
 from ckpt._steps.saves.commits import OpenCommits
@@ -79,7 +79,6 @@ class SaveQueue:
         engine: Engine,
         preemption: Preemption,
         commits: OpenCommits,
-        timeouts: Timeouts,
     ) -> None:
         """Save to `root`, together with the other processes of the job.
 
@@ -88,8 +87,8 @@ class SaveQueue:
         self.loop = loop
         self.root = root
         self.engine = engine
-        self._exit_seconds = timeouts.exit
-        self.restore_seconds: float = timeouts.restore
+        self._exit_seconds = root.options.timeouts.exit
+        self.restore_seconds: float = root.options.timeouts.restore
         self._policy = engine.staging.backlog
         self._preemption = preemption
         # Set on the engine's loop.
@@ -233,7 +232,7 @@ class SaveQueue:
         scope = anyio.CancelScope()
         cleaned_up = anyio.Event()
         may_refuse = (
-            self.root.save_policy is not None or self._policy == "skip" or refuse is not None
+            self.root.options.save_when is not None or self._policy == "skip" or refuse is not None
         ) and not force
         try:
             # A newer save that supersedes this one cancels the scope.
@@ -285,7 +284,7 @@ class SaveQueue:
             elif isinstance(error, SaveSkippedError):
                 where = redact(self.root.storage.location)
                 text = "step %d of %s was not saved again: %s"
-                logger.log(self.root.log_level, text, step, where, error.message)
+                logger.log(self.root.options.log_level, text, step, where, error.message)
                 recorder.end(began_ns, "skipped", reason=error.message)
                 run.skip(error.message, request, self.commits)
                 return
@@ -457,7 +456,7 @@ class SaveQueue:
                 recorder.preempted(kept_seconds)
                 kept = f"; the run was preempted, and {kept_seconds:.0f} s of training are kept"
             logger.log(
-                self.root.log_level,
+                self.root.options.log_level,
                 "saved step %s of %s: %s in %.2f s (blocked %.2f s)%s",
                 info.step,
                 redact(self.root.storage.location),
