@@ -408,7 +408,7 @@ class CommitFuture:
 
     Example:
         ```python
-        commit = await mgr.save(step, items={"model": model, "optimizer": optimizer})
+        commit = await mgr.save(step, items={"model": state, "note": "warm-up"})
         await commit.items["model"]
         ```
     """
@@ -434,7 +434,7 @@ class CommitFuture:
 
         Example:
             ```python
-            commit.items["model"].cancel()
+            commit.items["default"].cancel()
             ```
         """
         return self._commit.cancel()
@@ -444,7 +444,7 @@ class CommitFuture:
 
         Example:
             ```python
-            print(commit.items["model"].exception(timeout=60))
+            print(commit.items["default"].exception(timeout=60))
             ```
         """
         self._commit._settle(self._future, timeout, lambda: self._late)
@@ -478,12 +478,7 @@ class CommitFuture:
 
 
 class CommitHooks:
-    """The engine's side of a `Commit`: moves it along and ends it. Used on the engine's thread.
-
-    Attributes:
-        commit: The commit that the user has.
-        watch: Takes the times of the save.
-    """
+    """The engine's side of a `Commit`: moves it along and ends it. Used on the engine's thread."""
 
     def __init__(self, commit: Commit) -> None:
         """Drive `commit`, whose save was called just now."""

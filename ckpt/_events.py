@@ -130,19 +130,8 @@ class EventRecorder(Struct, frozen=True):
         self, began_ns: int, outcome: Outcome, *, nbytes: int = 0, reason: str | None = None
     ) -> None:
         """Report the whole operation, which began at `began_ns` and ends now."""
-        if self.observers:
-            ended = time.perf_counter_ns()
-            event = Event(
-                self.operation,
-                "end",
-                self.step,
-                began_ns,
-                ended,
-                nbytes,
-                outcome=outcome,
-                reason=reason,
-            )
-            emit(self.observers, event)
+        ended_ns = time.perf_counter_ns()
+        self.report("end", began_ns, ended_ns, nbytes, outcome=outcome, reason=reason)
 
     def end_badly(self, began_ns: int, error: BaseException) -> None:
         """Report the whole operation, which began at `began_ns` and which `error` ends now."""
@@ -154,8 +143,7 @@ class EventRecorder(Struct, frozen=True):
     def preempted(self, seconds: float) -> None:
         """Report the final save of a preempted run, `seconds` after the save before it."""
         now = time.perf_counter_ns()
-        began = now - int(seconds * 1e9)
-        emit(self.observers, Event(self.operation, "preempted", self.step, began, now))
+        self.report("preempted", now - int(seconds * 1e9), now)
 
     @contextmanager
     def ending(
@@ -206,8 +194,11 @@ class EventRecorder(Struct, frozen=True):
         nbytes: int = 0,
         lane: int | None = None,
         batch: int | None = None,
+        outcome: Outcome | None = None,
+        reason: str | None = None,
     ) -> None:
         """Report a phase that has been timed already, such as one in a worker thread."""
         if self.observers:
-            event = Event(self.operation, name, self.step, began_ns, ended_ns, nbytes, lane, batch)
+            when = began_ns, ended_ns, nbytes
+            event = Event(self.operation, name, self.step, *when, lane, batch, outcome, reason)
             emit(self.observers, event)

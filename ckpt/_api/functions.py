@@ -255,7 +255,6 @@ async def metadata(path: PathLike) -> StepMetadata:
     return await run_once(metadata_call(path))
 
 
-@hinted
 async def verify(
     path: PathLike,
     *,
@@ -295,7 +294,6 @@ async def verify(
     return await run_once(verify_call(path, read_limits(deep, sample, seed, timeout), deep))
 
 
-@hinted
 def watch(
     root: PathLike,
     *,
@@ -449,7 +447,6 @@ async def convert(
     )
 
 
-@hinted
 async def merge(
     weights: Mapping[Any, float],
     like: State | None = None,
@@ -498,7 +495,6 @@ async def merge(
     return await run_once(call)
 
 
-@hinted
 async def adopt(
     source: PathLike,
     target: PathLike,

@@ -200,7 +200,6 @@ class CheckpointManager(ManagedSteps):
         await waits.snapshot_taken(job, staged)
         return await waits.durable(job, commit) if durable else commit
 
-    @hinted
     async def snapshot(
         self,
         step: SupportsIndex,
@@ -251,7 +250,6 @@ class CheckpointManager(ManagedSteps):
         await waits.snapshot_taken(job, staged)
         return commit
 
-    @hinted
     def partial(
         self,
         step: SupportsIndex,

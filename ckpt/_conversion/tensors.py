@@ -64,9 +64,7 @@ def tensors_of(
         InvalidArgumentError: There is no such branch.
         UnsupportedLeafError: The format cannot hold some leaves; lists them.
     """
-    only, branch = None, ""
-    if at is not None:
-        only, branch = branch_of(at, list(items), unnamed=unnamed)
+    only, branch = (None, "") if at is None else branch_of(at, list(items), unnamed=unnamed)
     found: list[ExportedArray] = []
     problems: list[str] = []
     functions: list[str] = []

@@ -95,8 +95,7 @@ def unequal_leaves(manifest: Manifest) -> list[str]:
 
 def _paths(manifest: Manifest, name: str, item: ItemEntry, numbers: Iterable[int]) -> list[str]:
     paths = unboxed_names(item.nodes, item.leaves.names)
-    of = "" if manifest.unnamed else name
-    return [leaf_of_item(of, paths[number]) for number in numbers]
+    return [leaf_of_item("" if manifest.unnamed else name, paths[number]) for number in numbers]
 
 
 def notable_arrays(table: LeafTable, arrays: Flags) -> Integers:

@@ -303,7 +303,6 @@ def test_threads_are_asked_for_in_one_place() -> None:
         "ckpt._conversion.copies.steps",
         "ckpt._plan.chunk_reads",
         "ckpt._plan.leaf_entries",
-        "ckpt._engine.memory.thresholds",
         "ckpt._inspection.listed_steps",
         "ckpt._inspection.leaf_records",
         "ckpt._inspection.norms",

@@ -30,26 +30,26 @@ JOBS = (
 # Code lines of each room: no blank lines, no comments, no docstrings.
 LINES = {
     "(jobs)": 3356,
-    "(modules of the root)": 1547,
+    "(modules of the root)": 1543,
     "_api": 998,
     # The right name for one that is unknown.
     "_api/hints": 86,
-    "_calls": 835,
+    "_calls": 811,
     "_conversion": 1973,
-    "_engine": 5191,
+    "_engine": 5190,
     "_format": 1910,
     "_inspection": 4275,
     "_interop": 2663,
     "_plan": 3071,
     "_runtime": 676,
     "_runtime/jax_internals": 47,
-    "_steps": 4911,
-    "_tiers": 5264,
+    "_steps": 4907,
+    "_tiers": 5263,
     "_tree": 1472,
     # One spelling for leaves of items, in place of five.
-    "_tree/item_leaves": 29,
+    "_tree/item_leaves": 26,
     "_vitals": 1353,
-    "cli": 3059,
+    "cli": 3053,
     "extensions": 64,
     "handlers": 1342,
     "keep": 577,
@@ -62,8 +62,8 @@ LINES = {
 MODULES = 517
 # A manager is opened, saves or restores three leaves, and is closed, in a new process.
 RUN = {
-    "save": {"functions": 551, "modules": 103, "imported": 157},
-    "restore": {"functions": 382, "modules": 97, "imported": 186},
+    "save": {"functions": 550, "modules": 103, "imported": 157},
+    "restore": {"functions": 380, "modules": 97, "imported": 186},
 }
 # Names of `ckpt._plan` that the modules of `ckpt._engine` import; attributes of modules count.
 FROM_PLAN = 63

@@ -13,8 +13,8 @@ import ckpt
 from ckpt._api.hints import _KEYWORDS, hinted
 
 FACES = [ckpt, ckpt.sync]
-FUNCTIONS = ["save", "load", "verify", "watch", "convert", "merge", "adopt"]
-METHODS = ["__init__", "save", "snapshot", "resume", "restore", "partial"]
+FUNCTIONS = ["save", "load", "convert"]
+METHODS = ["__init__", "save", "resume", "restore"]
 HINTED = [getattr(ckpt, name) for name in FUNCTIONS] + [
     getattr(ckpt.CheckpointManager, name) for name in METHODS
 ]

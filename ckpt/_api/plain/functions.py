@@ -256,7 +256,6 @@ def metadata(path: PathLike) -> StepMetadata:
     return call_once(metadata_call(path))
 
 
-@hinted
 def verify(
     path: PathLike,
     *,
@@ -296,7 +295,6 @@ def verify(
     return call_once(verify_call(path, read_limits(deep, sample, seed, timeout), deep))
 
 
-@hinted
 def watch(
     root: PathLike,
     *,
@@ -450,7 +448,6 @@ def convert(
     )
 
 
-@hinted
 def merge(
     weights: Mapping[Any, float],
     like: State | None = None,
@@ -499,7 +496,6 @@ def merge(
     return call_once(call)
 
 
-@hinted
 def adopt(
     source: PathLike,
     target: PathLike,

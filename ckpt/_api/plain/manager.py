@@ -201,7 +201,6 @@ class CheckpointManager(ManagedSteps):
         waits.snapshot_taken(job, staged)
         return waits.durable(job, commit) if durable else commit
 
-    @hinted
     def snapshot(
         self,
         step: SupportsIndex,
@@ -252,7 +251,6 @@ class CheckpointManager(ManagedSteps):
         waits.snapshot_taken(job, staged)
         return commit
 
-    @hinted
     def partial(
         self,
         step: SupportsIndex,

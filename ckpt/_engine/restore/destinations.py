@@ -13,7 +13,6 @@ from msgspec import Struct
 from ckpt._engine.codecs import decode_chunk
 from ckpt._engine.memory.buffers import Buffers
 from ckpt._engine.memory.pages import choose_pages
-from ckpt._engine.memory.thresholds import LEAST_BLANK, LESS_THAN_A_BYTE, MOST_LENT
 from ckpt._engine.restore.checks import DamagedLeaves, check_chunk
 from ckpt._engine.restore.uninitialized_arrays import (
     Blank,
@@ -31,6 +30,12 @@ from ckpt.errors import CorruptCheckpointError
 
 Array = np.ndarray[Any, Any]
 
+# Bytes of the largest array whose buffer is reused; jax may take over larger buffers.
+MOST_LENT = 64 << 20
+# Below this size, the compiler that makes blank arrays costs more time and memory than copies.
+LEAST_BLANK = 128 << 20
+# Dtypes of which numpy stores one value per byte, and jax may store more.
+_LESS_THAN_A_BYTE = frozenset({"int2", "int4", "uint2", "uint4", "float4_e2m1fn"})
 # Stands for a part of a file that is not mapped yet.
 _NOTHING = np.empty(0, np.uint8)
 
@@ -191,7 +196,7 @@ def _blank_of(read: ArrayRead) -> tuple[Devices, Blank] | None:
         target.kind != "jax"
         or target.weak_type
         or target.dtype != dtype
-        or dtype.name in LESS_THAN_A_BYTE
+        or dtype.name in _LESS_THAN_A_BYTE
         or read.value is not None
         or not math.prod(read.shape)
     ):

@@ -24,12 +24,12 @@ from ckpt._plan.item_reports import (
     key_values,
     merge_reports,
 )
-from ckpt._plan.merged_parts import TreeParts, merge_parts
 from ckpt._plan.orbax_view import item_view
 from ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from ckpt._job.process_reports import TreeFingerprint
+    from ckpt._plan.merged_parts import TreeParts
 
 # The only handler whose entries hold just the tree; entries of others cannot be merged.
 _TREES = "pytree"
@@ -55,6 +55,13 @@ class WrittenTree(Struct):
     values: TreeFingerprint | None = None
 
 
+def _no_parts() -> TreeParts:
+    # Imported only by a save in parts.
+    from ckpt._plan.merged_parts import TreeParts
+
+    return TreeParts()
+
+
 class ItemParts(Struct):
     """One item that may arrive in several parts.
 
@@ -66,7 +73,7 @@ class ItemParts(Struct):
     """
 
     handler: str
-    structure: TreeParts = field(default_factory=TreeParts)
+    structure: TreeParts = field(default_factory=_no_parts)
     written: dict[int, WrittenTree] = field(default_factory=dict)
     entry: ItemEntry | None = None
 
@@ -81,6 +88,8 @@ class ItemParts(Struct):
 
     def whole(self, created_ns: int) -> tuple[ItemEntry, dict[str, bytes]]:
         """Return the entry of the whole item, and the files that cover all its parts, by path."""
+        from ckpt._plan.merged_parts import merge_parts
+
         assert self.entry is not None
         if not self.structure.count:
             return self.entry, {}

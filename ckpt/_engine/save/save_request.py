@@ -65,10 +65,6 @@ def step_exists(what: str, step: int | None) -> StepExistsError:
     )
 
 
-def do_nothing() -> None:
-    pass
-
-
 class SaveCall(Struct, eq=False):
     """The data of one call, and its progress; an ordinary save is a single call.
 
@@ -87,8 +83,8 @@ class SaveCall(Struct, eq=False):
 
     items: dict[str, Any]
     unnamed: bool
-    on_snapshot: Callable[[], None] = do_nothing
-    on_staged: Callable[[], None] = do_nothing
+    on_snapshot: Callable[[], None] = lambda: None
+    on_staged: Callable[[], None] = lambda: None
     began: float = field(default_factory=time.perf_counter)
     caller_released: anyio.Event = field(default_factory=anyio.Event)
     urgent: anyio.Event = field(default_factory=anyio.Event)

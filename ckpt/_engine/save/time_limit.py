@@ -23,12 +23,10 @@ def time_limit(seconds: float | None, hooks: CommitHooks) -> Iterator[None]:
     Raises:
         DeadlineExceededError: The body was cancelled; names the stage.
     """
-    if seconds is None:
+    left = None if seconds is None else max(0.0, seconds - hooks.watch.elapsed)
+    with anyio.move_on_after(left) as scope:
         yield
-        return
-    with anyio.move_on_after(max(0.0, seconds - hooks.watch.elapsed)) as scope:
-        yield
-    if scope.cancelled_caught:
+    if seconds is not None and scope.cancelled_caught:
         raise _exceeded(seconds, hooks)
 
 

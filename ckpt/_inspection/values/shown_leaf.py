@@ -115,10 +115,11 @@ async def show_leaf(checkpoint: Checkpoint, text: str) -> tuple[ShownLeaf, Print
 def _find(checkpoint: Checkpoint, text: str) -> tuple[str, int, LeafRecord, str | None]:
     """Return the item, the number and the record of a leaf, and the requested index."""
     manifest = checkpoint.opened.manifest
-    records = {
-        name: list(records_of(manifest, name, range(len(item.leaves))))
+    leaves = [
+        (name, number, record)
         for name, item in manifest.items.items()
-    }
+        for number, record in enumerate(records_of(manifest, name, range(len(item.leaves))))
+    ]
     items = () if manifest.unnamed else manifest.items
     path, index = split_index(text)
     # A key may have brackets, so the whole text is tried as a path first.
@@ -126,8 +127,7 @@ def _find(checkpoint: Checkpoint, text: str) -> tuple[str, int, LeafRecord, str 
         owner, name = split_leaf(wanted, items)
         found = [
             (item, number, each, part)
-            for item, leaves in records.items()
-            for number, each in enumerate(leaves)
+            for item, number, each in leaves
             if owner in (None, item) and each.path == name
         ]
         if len(found) == 1:
@@ -137,9 +137,7 @@ def _find(checkpoint: Checkpoint, text: str) -> tuple[str, int, LeafRecord, str 
             raise InvalidArgumentError(
                 f"{checkpoint.location} has several leaves {wanted!r:.200}: {listed:.400}"
             )
-    names = [
-        each.path for item, leaves in records.items() for each in leaves if owner in (None, item)
-    ]
+    names = [each.path for item, _, each in leaves if owner in (None, item)]
     below = [each for each in names if each.startswith(f"{name}.")]
     hint = suggestion(name, dict.fromkeys(names))
     if below:

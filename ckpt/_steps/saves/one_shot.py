@@ -12,7 +12,7 @@ import anyio.lowlevel
 from ckpt._commit import CommitHooks, StepInfo, step_info
 from ckpt._engine.engine import Engine
 from ckpt._engine.save.pipeline import save_step
-from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest, do_nothing
+from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest
 from ckpt._engine.save.time_limit import time_limit
 from ckpt._format.manifest import Manifest
 from ckpt._redaction import redact
@@ -34,8 +34,8 @@ async def save_one_shot(
     hooks: CommitHooks,
     *,
     admitted: Callable[[], Awaitable[object]] = anyio.lowlevel.checkpoint,
-    on_snapshot: Callable[[], None] = do_nothing,
-    on_staged: Callable[[], None] = do_nothing,
+    on_snapshot: Callable[[], None] = lambda: None,
+    on_staged: Callable[[], None] = lambda: None,
     may_write: Callable[[], Awaitable[object]] = anyio.lowlevel.checkpoint,
 ) -> Manifest:
     """Save a checkpoint that no manager looks after; see `save_step`.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import click
@@ -12,12 +14,13 @@ from ckpt._inspection.values.shown_leaf import PrintedArray, ShownLeaf, show_lea
 from ckpt._inspection.values.statistics import ArrayStatistics
 from ckpt._runtime.loop import call_once
 from ckpt.cli import options, output
-from ckpt.cli.bars import bars, line_width
 from ckpt.cli.tables import fields
-from ckpt.cli.text import count_text, format_bytes
+from ckpt.cli.text import count_text, format_bytes, takes
 
 # Fewer elements have no histogram.
 _LEAST_DRAWN = 10
+# Characters of the longest bar, and of a line without a terminal.
+_MOST_BAR, _USUAL_WIDTH = 40, 80
 
 
 @click.command()
@@ -110,7 +113,7 @@ def _elements(printed: PrintedArray) -> Iterator[str]:
             array = array.astype(np.int64 if "int" in array.dtype.name else np.float32)
     text = np.array2string(
         array,
-        max_line_width=line_width(),
+        max_line_width=_line_width(),
         separator=", ",
         threshold=0 if printed.is_cut else array.size,
     )
@@ -130,4 +133,23 @@ def _histogram(figures: ArrayStatistics) -> Iterator[str]:
         label = f"{low:.6g}" if alone else f"{low:.6g} to {high:.6g}"
         rows.append((label, each.count))
     yield ""
-    yield from bars(rows)
+    yield from _bars(rows)
+
+
+def _line_width() -> int:
+    """Return the width of a line: that of the terminal, or 80 if there is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _USUAL_WIDTH
+
+
+def _bars(rows: Sequence[tuple[str, int]]) -> Iterator[str]:
+    """Yield one line for each label with a count, with a bar in proportion to the largest count."""
+    texts = [f"{count:,}" for _, count in rows]
+    labels = max((len(label) for label, _ in rows), default=0)
+    numbers = max(map(len, texts), default=0)
+    room = max(min(_line_width() - labels - numbers - 4, _MOST_BAR), 1)
+    most = max((count for _, count in rows), default=0) or 1
+    mark = "█" if takes(sys.stdout, "█") else "#"
+    for (label, count), text in zip(rows, texts, strict=True):
+        # A count above 0 has a visible bar.
+        length = max(round(count / most * room), 1) if count else 0
+        yield f"{label:>{labels}}  {text:>{numbers}}  {mark * length}".rstrip()

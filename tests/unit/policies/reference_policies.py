@@ -120,7 +120,7 @@ def is_among_the_best(
 def is_healthy(saved: ckpt.keep.SavedStep, allow: Sequence[str]) -> bool:
     """Tell whether a step is known to be healthy; patterns allow whole paths of `LEAVES` here."""
     known = saved.nonfinite_leaves is not None and len(saved.nonfinite) == saved.nonfinite_leaves
-    meant = all(name.split("/")[-1] in allow for name in saved.nonfinite)
+    meant = all(name.split(":")[-1] in allow for name in saved.nonfinite)
     return known and meant and saved.unequal_leaves == 0
 
 
@@ -189,7 +189,7 @@ def loss_and_more(metrics: Any) -> float:
 
 
 # Paths that are plain patterns, too; one is in an item.
-LEAVES = ("mask", "w", "model/mask")
+LEAVES = ("mask", "w", "model:mask")
 ALLOWED = st.lists(st.sampled_from(["mask", "w", "other"]), unique=True, max_size=2).map(tuple)
 
 

@@ -105,8 +105,8 @@ def test_reasons_name_the_leaves() -> None:
     assert why_not_healthy(odd, []) == (
         "7 leaves have values that are not finite: a, b, c, d, e, ..."
     )
-    one = replace(WHOLE, nonfinite_leaves=1, nonfinite=("model/opt.mask",))
-    assert why_not_healthy(one, []) == "1 leaf has values that are not finite: model/opt.mask"
+    one = replace(WHOLE, nonfinite_leaves=1, nonfinite=("model:opt.mask",))
+    assert why_not_healthy(one, []) == "1 leaf has values that are not finite: model:opt.mask"
     assert why_not_healthy(one, ["**.mask"]) == ""
     unequal = replace(WHOLE, unequal_leaves=2, unequal=("w", "b"))
     assert why_not_healthy(unequal, ["**"]) == "replicas of 2 leaves differ: w, b"
@@ -144,14 +144,14 @@ def test_arrays_without_vital_signs_are_not_made_healthy_by_allowing_others() ->
 
 
 def test_a_pattern_may_name_the_item_as_messages_do() -> None:
-    names = ("model/layers.0.mask", "ema/layers.0.mask")
+    names = ("model:layers.0.mask", "ema:layers.0.mask")
     odd = replace(WHOLE, nonfinite_leaves=2, nonfinite=names)
     assert health_of(odd, ["layers.*.mask"]) == "healthy"
-    assert health_of(odd, ["model/layers", "ema/**.mask"]) == "healthy"
-    assert why_not_healthy(odd, ["model/**.mask"]).endswith("not finite: ema/layers.0.mask")
+    assert health_of(odd, ["model:layers", "ema:**.mask"]) == "healthy"
+    assert why_not_healthy(odd, ["model:**.mask"]).endswith("not finite: ema:layers.0.mask")
     # A slash in a key of a leaf is no item.
-    haiku = replace(WHOLE, nonfinite_leaves=1, nonfinite=("model/mlp%2Flinear.mask",))
-    for pattern in ("mlp/linear.mask", "model/mlp/linear.mask"):
+    haiku = replace(WHOLE, nonfinite_leaves=1, nonfinite=("model:mlp%2Flinear.mask",))
+    for pattern in ("mlp/linear.mask", "model:mlp/linear.mask"):
         assert health_of(haiku, [pattern]) == "healthy"
     assert health_of(haiku, ["linear.mask"]) == "unhealthy"
 
