@@ -146,6 +146,7 @@ class Root:
     async def _write_notes(self) -> None:
         await write_root_metadata(self.storage, self.options.metadata or {})
         await self.retention.prepare()
+        await self.retention.write_down()
 
     async def _sweep(self) -> None:
         """Remove leftovers of dead writers from the root."""

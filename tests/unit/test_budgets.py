@@ -43,7 +43,7 @@ LINES = {
     "_plan": 3071,
     "_runtime": 676,
     "_runtime/jax_internals": 47,
-    "_steps": 4907,
+    "_steps": 4909,
     "_tiers": 5263,
     "_tree": 1472,
     # One spelling for leaves of items, in place of five.
@@ -62,7 +62,7 @@ LINES = {
 MODULES = 517
 # A manager is opened, saves or restores three leaves, and is closed, in a new process.
 RUN = {
-    "save": {"functions": 550, "modules": 103, "imported": 157},
+    "save": {"functions": 551, "modules": 103, "imported": 157},
     "restore": {"functions": 380, "modules": 97, "imported": 186},
 }
 # Names of `ckpt._plan` that the modules of `ckpt._engine` import; attributes of modules count.

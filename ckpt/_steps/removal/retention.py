@@ -148,13 +148,16 @@ class Retention:
         self._preserving: anyio.Lock | None = None
 
     async def prepare(self) -> None:
-        """Create the trash folder if there is one, and record the policy for people and tools.
+        """Create the trash folder if there is one.
 
         Raises:
             StorageError: Steps could not be moved into it.
         """
         if self.trash is not None and isinstance(self._storage, HasDirectories):
             await self._storage.prepare_trash(self.trash)
+
+    async def write_down(self) -> None:
+        """Record the policy in the root, for people and tools that look at it."""
         if self._told != (None, None):
             from ckpt._steps.removal.recorded_policy import record_policy
 

@@ -108,6 +108,12 @@ class Board:
         return Screen(self.written())
 
 
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a dumb terminal there are no bars."""
+    monkeypatch.setenv("TERM", "xterm")
+
+
 def test_a_long_save_has_a_bar_until_it_ends() -> None:
     board = Board()
     screen = board.tell(*a_long_save())
