@@ -262,10 +262,7 @@ class Commit:
 
     @property
     def items(self) -> Mapping[str, CommitFuture]:
-        """A future for each item, by its name, that is done when the item is durable.
-
-        The step itself is committed later. An item without a name is called `default`.
-        """
+        """A future for each item, done when it is durable; one without a name is `default`."""
         return self._items
 
     @property
@@ -361,11 +358,7 @@ class Commit:
         self._future.add_done_callback(call)
 
     def __await__(self) -> Generator[Any, Any, StepInfo]:
-        if not self.done():
-            self._check_caller()
-        with self._awaited():
-            yield from settled(self._future).__await__()
-            self._seen = True
+        yield from self._settled(self._future)
         return outcome(self._future)
 
     def __bool__(self) -> bool:
@@ -376,17 +369,28 @@ class Commit:
         return f"<Commit step={self.step} {self._stage}{share}>"
 
     def _wait(self, timeout: float | None) -> None:
-        with self._awaited():
-            self._settle(self._future, timeout, lambda: f"the commit was still {self._stage}")
-            self._seen = True
+        self._settle(self._future, timeout, lambda: f"the commit was still {self._stage}")
 
     def _settle(self, future: Future[Any], timeout: float | None, late: Callable[[], str]) -> None:
         """Wait for a future of this save in this thread; `late` is the text if it takes longer."""
+        with self._seeing(future):
+            if not settled_here(future, timeout):
+                what = f"{late()} after {timeout} s; it goes on. Wait longer, or cancel() it"
+                raise CommitTimeoutError(what, step=self.step)
+
+    def _settled(self, future: Future[Any]) -> Generator[Any, Any, None]:
+        """Wait for a future of this save in a task."""
+        with self._seeing(future):
+            yield from settled(future).__await__()
+
+    @contextlib.contextmanager
+    def _seeing(self, future: Future[Any]) -> Iterator[None]:
+        """Count the caller of the body, who gets the outcome of `future`, if it is the save's."""
         if not future.done():
             self._check_caller()
-        if not settled_here(future, timeout):
-            what = f"{late()} after {timeout} s; it goes on. Wait longer, or cancel() it"
-            raise CommitTimeoutError(what, step=self.step)
+        with self._awaited():
+            yield
+            self._seen |= self._future.done() and future.exception() is self._future.exception()
 
     @contextlib.contextmanager
     def _awaited(self) -> Iterator[None]:
@@ -414,7 +418,7 @@ class CommitFuture:
     """
 
     def __init__(self, commit: Commit, late: str) -> None:
-        """Made by a `Commit`; `late` is the text of the error of a wait that ends too early."""
+        """Made by a `Commit`; `late` begins the error of a wait that is too short."""
         self._commit = commit
         self._late = late
         self._future: Future[None] = Future()
@@ -471,9 +475,7 @@ class CommitFuture:
         outcome(self._future)
 
     def __await__(self) -> Generator[Any, Any, None]:
-        if not self.done():
-            self._commit._check_caller()
-        yield from settled(self._future).__await__()
+        yield from self._commit._settled(self._future)
         outcome(self._future)
 
 
@@ -530,9 +532,8 @@ class CommitHooks:
         self._end(error)
 
     def _end(self, error: BaseException) -> None:
-        commit = self.commit
-        commit._future.set_exception(error)
-        for each in (commit._in_root, *commit._items.values()):
+        self.commit._future.set_exception(error)
+        for each in (self.commit._in_root, *self.commit._items.values()):
             if not each.done():
                 each._future.set_exception(error)
 

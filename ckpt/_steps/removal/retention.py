@@ -42,7 +42,7 @@ from ckpt.storage._manifests import while_read
 logger = logging.getLogger("ckpt")
 
 _NAMED_FILES = 5
-# How steps are deleted if nobody says.
+# How steps are deleted by default.
 _FOR_GOOD = Deletion()
 
 

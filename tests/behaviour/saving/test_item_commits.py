@@ -126,3 +126,25 @@ def test_the_wait_of_one_shot_saves_is_measured(tmp_path: Path) -> None:
     gate.open()
     waited = [each.result(PATIENCE_S).statistics.waited or 0.0 for each in saves]
     assert max(waited) <= time.perf_counter() - began
+
+
+@pytest.mark.parametrize("point", ["items", "in_root"])
+def test_who_got_the_error_of_a_save_from_a_future_has_checked_it(
+    point: str, tmp_path: Path
+) -> None:
+    class Failing(GateHandler):
+        name = "failing"
+
+        async def stage(self, item: Any, writer: Any) -> Any:
+            async def commit() -> Any:
+                raise OSError("no")
+
+            return commit()
+
+    with ckpt.sync.CheckpointManager(tmp_path, handlers=[Failing()]) as mgr:
+        commit = mgr.save(1, items={"gate": Gate()})
+        future = commit.items["gate"] if point == "items" else commit.in_root
+        with pytest.raises(errors.HandlerError):
+            future.result(PATIENCE_S)
+        # Neither the next save nor the end of the manager raises it again.
+        mgr.save(2, {"w": W}).result(PATIENCE_S)
