@@ -23,9 +23,10 @@ import numpy as np
 from msgspec import Struct
 
 from ckpt._format.digests import digest
+from ckpt._format.leaf_table import DIGEST_BYTES
 from ckpt._format.manifest import Node
 from ckpt._format.shardings import describe_sharding
-from ckpt._plan.item_reports import DIGEST_BYTES, ROW, ChunkNotes, ItemReport
+from ckpt._plan.item_reports import ROW, ChunkNotes, ItemReport
 from ckpt._plan.save_plan import SavePlan
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, SCALAR_KINDS
 from ckpt._tree.leaf_specs import LeafSpec, encode_scalar

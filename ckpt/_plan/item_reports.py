@@ -17,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._format.dtypes import DTYPES
-from ckpt._format.leaf_table import LeafForm, LeafTable
+from ckpt._format.leaf_table import DIGEST_BYTES, LeafForm, LeafTable
 from ckpt._format.manifest import ItemEntry, Node, ShardingEntry
 from ckpt._format.ocdbt import KeyValue
 from ckpt._format.shardings import describe_sharding
@@ -33,7 +33,6 @@ Array = np.ndarray[Any, Any]
 ROW = np.dtype(
     [("leaf", "<u4"), ("number", "<u4"), ("file", "<u4"), ("offset", "<u8"), ("length", "<u8")]
 )
-DIGEST_BYTES = 16
 
 
 class PlannedTree(Struct, frozen=True):

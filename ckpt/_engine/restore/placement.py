@@ -90,7 +90,7 @@ def place(complete: Sequence[Destination]) -> list[Any]:
     for number, each in enumerate(complete):
         read = each.read
         if each.blanks:
-            placed[number] = _join_parts(read, each.blanks)
+            placed[number] = _filled_array(read, each.blanks)
         elif read.target.kind in ("jax", "key"):
             likeness = (id(read.target), read.shape, read.stored, each.packed)
             alike = groups.get(likeness)
@@ -116,7 +116,7 @@ def _alike(each: Destination) -> _Alike:
     sharding, devices = target.sharding, [default_device()]
     is_committed = sharding is not None
     if sharding is None:
-        sharding = _at_device(devices[0])
+        sharding = jax.sharding.SingleDeviceSharding(devices[0])
     else:
         devices = list(sharding.addressable_devices_indices_map(read.shape))
     kind = ArrayKind(read.shape, target.dtype, sharding, is_committed)
@@ -137,7 +137,7 @@ def _on_host(each: Destination) -> Any:
     return host[()] if kind == "numpy_scalar" else PYTHON_TYPES[kind](host[()])
 
 
-def _join_parts(read: ArrayRead, parts: Sequence[jax.Array]) -> jax.Array:
+def _filled_array(read: ArrayRead, parts: Sequence[jax.Array]) -> jax.Array:
     """Return the array of the parts of the devices, after filling the replicas."""
     sharding = read.target.sharding
     if sharding is None:
@@ -152,10 +152,6 @@ def _join_parts(read: ArrayRead, parts: Sequence[jax.Array]) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=64)
-def _at_device(device: jax.Device) -> jax.sharding.SingleDeviceSharding:
-    return jax.sharding.SingleDeviceSharding(device)
-
-
 def _cast(host: Array, each: Destination) -> Array:
     """Return a buffer in the wanted dtype; integers never wrap around.
 

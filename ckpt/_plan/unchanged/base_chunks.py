@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from ckpt._format.dtypes import DTYPES
+from ckpt._format.leaf_table import DIGEST_BYTES
 from ckpt._plan.chunking import LeafPlan
-from ckpt._plan.item_reports import DIGEST_BYTES, ItemReport, join_notes, of_files
+from ckpt._plan.item_reports import ItemReport, join_notes, of_files
 from ckpt._plan.write_batches import WriteBatch
 
 Array = np.ndarray[Any, Any]

@@ -14,12 +14,13 @@ import numpy as np
 
 from ckpt._arguments import invalid
 from ckpt._plan.chunking import LeafPlan
-from ckpt._plan.item_reports import Array, ItemReport
+from ckpt._plan.item_reports import ItemReport
 from ckpt._settings import SignsPlace
 from ckpt._tree.patterns import Pattern, compile_pattern
 from ckpt._vitals.extension.device_pass import begin_pass
 from ckpt._vitals.extension.kernels import Kernels
 from ckpt._vitals.extension.merged_signs import NAME
+from ckpt._vitals.records import Array
 
 # Only exact signs can prove equality; norms depend on the order of summation.
 _EXACT = ("fingerprint", "nonfinite", "absmax")

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from ckpt._engine.save.shared_files import reuse_files
+from ckpt._format.leaf_table import DIGEST_BYTES
 from ckpt._format.manifest_head import FileEntry
-from ckpt._plan.item_reports import DIGEST_BYTES, ROW, ItemReport
+from ckpt._plan.item_reports import ROW, ItemReport
 from ckpt.storage._base import StorageTraits
 
 WANTED = ItemReport(("d/0",), np.zeros(1, ROW), np.zeros((1, DIGEST_BYTES), np.uint8))
