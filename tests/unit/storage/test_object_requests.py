@@ -10,15 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
+import tensorstore as ts
 
 import ckpt
 import ckpt.sync
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError, StorageError
-from ckpt.storage import StoreLimits
-from ckpt.storage._object.config import S3, Memory
+from ckpt.storage import StoreLimits, open_root
+from ckpt.storage._object.config import GCS, S3, Memory
 from ckpt.storage._object.connection import Connection, connect
 from ckpt.storage._object.storage import ObjectStorage
 from ckpt.testing.conformance.store_cases import assert_whole, publish, write
@@ -59,7 +61,7 @@ def memory() -> Memory:
     return Memory(f"memory://{uuid.uuid4().hex}/run")
 
 
-def opened(config: Memory | S3, store: Any, lease: float = 600.0) -> ObjectStorage:
+def opened(config: Memory | S3 | GCS, store: Any, lease: float = 600.0) -> ObjectStorage:
     return ObjectStorage(config, Timeouts(lease=lease), open_store=lambda: (store, store))
 
 
@@ -341,5 +343,109 @@ def test_what_others_write_into_a_step_stays_when_it_goes() -> None:
         # So do the data of who writes it anew at the same time.
         await storage.publish(other, overwrite=False)
         await assert_whole(storage, "1", "under way")
+
+    anyio.run(main)
+
+
+class Unreachable(CountingStore):
+    """Nobody answers."""
+
+    def write(self, key: str, value: bytes | None, *, if_equal: bytes | None = None) -> Any:
+        self.counts["write"] += 1
+        promise: ts.Promise
+        future: ts.Future
+        promise, future = ts.Promise.new()
+        promise.set_exception(ValueError("UNAVAILABLE: CURL error Could not connect to server"))
+        return future
+
+
+class Slow(CountingStore):
+    """Each read is answered when the test says so."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__(store)
+        self.waiting: list[ts.Promise] = []
+        self.most = 0
+
+    def read(self, key: str, *, byte_range: slice | None = None) -> Any:
+        promise: ts.Promise
+        future: ts.Future
+        promise, future = ts.Promise.new()
+        self.waiting.append(promise)
+        self.most = max(self.most, len(self.waiting))
+        return future
+
+
+def in_a_bucket(kind: type[S3] | type[GCS], **settings: Any) -> Any:
+    if kind is S3:
+        return S3("s3://bucket/run", endpoint="http://127.0.0.1:1", **settings)
+    return GCS("gs://bucket/run", **settings)
+
+
+@pytest.mark.parametrize("kind", [S3, GCS])
+def test_a_conditional_write_is_tried_again_as_often_as_said(kind: type[S3] | type[GCS]) -> None:
+    async def main() -> None:
+        store = Unreachable(connect(memory()).open()[0])
+        with pytest.raises(StorageError, match="Could not connect"):
+            await opened(in_a_bucket(kind, retries=0), store).put_note("a/n", b"x", replace=False)
+        assert store.counts["write"] == 1
+
+    anyio.run(main)
+
+
+async def answered(storage: ObjectStorage, store: Slow, answer: Any, count: int) -> None:
+    """Ask some times at once; each is answered when no more comes in."""
+    async with anyio.create_task_group() as tasks:
+        for number in range(count):
+            tasks.start_soon(storage._keys.get, str(number))
+        for _ in range(count):
+            while not store.waiting:
+                await anyio.lowlevel.checkpoint()
+            await anyio.wait_all_tasks_blocked()
+            store.waiting.pop().set_result(answer)
+
+
+@pytest.mark.parametrize("kind", [S3, GCS])
+def test_no_more_requests_are_in_flight_than_said(kind: type[S3] | type[GCS]) -> None:
+    async def main() -> None:
+        store = Slow(connect(memory()).open()[0])
+        storage = opened(in_a_bucket(kind, concurrency=2), store)
+        missing = store.store.read("none").result()
+        with anyio.fail_after(20):
+            # The first request opens the store, in a thread.
+            await answered(storage, store, missing, 1)
+            await answered(storage, store, missing, 5)
+        assert store.most == 2
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("kind", [S3, GCS])
+def test_a_single_writer_needs_no_conditions(kind: type[S3] | type[GCS]) -> None:
+    async def main() -> None:
+        store = CountingStore(connect(memory()).open()[0])
+        await opened(in_a_bucket(kind, single_writer=True), store).prepare()
+        assert store.taken() == 0
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("kind", [S3, GCS])
+def test_a_store_copies_no_objects_if_told_not_to(kind: type[S3] | type[GCS]) -> None:
+    assert open_root(in_a_bucket(kind)).traits.shares_files
+    assert not open_root(in_a_bucket(kind, server_side_copies=False)).traits.shares_files
+
+
+def test_a_root_is_opened_with_the_lease_that_is_given(tmp_path: Any) -> None:
+    for place in (tmp_path, memory()):
+        assert open_root(place, Timeouts(lease=7.0)).traits.lease_seconds == 7.0
+
+
+def test_a_root_is_made_only_if_it_may_be(tmp_path: Any) -> None:
+    async def main() -> None:
+        for place in (tmp_path / "run", memory()):
+            with pytest.raises(StorageError, match="may not be made here"):
+                await open_root(place, create=False).prepare()
+            await open_root(place).prepare()
 
     anyio.run(main)

@@ -14,10 +14,10 @@ import pytest
 
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt._settings import Timeouts
-from ckpt.errors import StorageError
+from ckpt.errors import StepExistsError, StorageError
 from ckpt.storage import CopiesObjects, Store, StoredObject, StoreLimits, Swap, open_root
 from ckpt.testing.conformance import STORE_CHECKS, StoreCase
-from ckpt.testing.conformance.store_cases import assert_whole, write
+from ckpt.testing.conformance.store_cases import assert_whole, publish, write
 
 # Bytes before the content of each file: its generation.
 MARK = 16
@@ -166,3 +166,90 @@ def test_an_upload_keeps_to_the_limits_of_the_store() -> None:
             await storage.write_block(attempt, "d/0", memoryview(bytes(101)))
 
     anyio.run(main)
+
+
+def test_a_deletion_under_way_is_waited_for_as_long_as_a_request_may_take() -> None:
+    class Brief(FilesOfFsspec):
+        @property
+        def limits(self) -> StoreLimits:
+            return StoreLimits(request_seconds=0.05)
+
+    class Stopped(Brief):
+        """Its process stops in the middle of a deletion, and lives."""
+
+        async def delete(self, key: str) -> None:
+            raise StorageError("stopped")
+
+    async def main() -> None:
+        root = f"/{uuid.uuid4().hex}"
+        await publish(open_root(Brief(root)), "1", "old")
+        await open_root(Stopped(root)).remove("1")
+        # Far less than the time that requests of other stores may take.
+        with anyio.fail_after(StoreLimits().request_seconds / 2):
+            attempt = await publish(open_root(Brief(root)), "1", "new")
+        await assert_whole(open_root(Brief(root)), "1", "new", attempt)
+
+    anyio.run(main)
+
+
+class Overtaken(FilesOfFsspec):
+    """Another writer takes the place of a manifest while the first one writes it."""
+
+    def __init__(self, root: str, answer: Swap) -> None:
+        super().__init__(root)
+        self.root, self.answer = root, answer
+        self.is_first = True
+
+    async def swap(self, key: str, data: bytes, generation: bytes | None) -> Swap:
+        if key != f"1/{FILE_NAME}" or not self.is_first:
+            return await super().swap(key, data, generation)
+        self.is_first = False
+        await publish(open_root(FilesOfFsspec(self.root)), "1", "other", overwrite=True)
+        return self.answer
+
+
+def test_a_step_is_not_written_over_another_that_may_have_replaced_it() -> None:
+    async def main() -> None:
+        root = f"/{uuid.uuid4().hex}"
+        storage = open_root(Overtaken(root, Swap(None, doubtful=True)))
+        with pytest.raises(StorageError, match="another writer's checkpoint is there now"):
+            await publish(storage, "1", "own", overwrite=True)
+        await assert_whole(open_root(FilesOfFsspec(root)), "1", "other")
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("is_abandoned", [True, False])
+def test_data_that_a_late_write_may_still_need_stays(is_abandoned: bool) -> None:
+    async def main() -> None:
+        root = f"/{uuid.uuid4().hex}"
+        storage = open_root(Overtaken(root, Swap(None, abandoned=is_abandoned)))
+        attempt = await write(storage, "1", "own")
+        with pytest.raises(StepExistsError):
+            await storage.publish(attempt, overwrite=False)
+        await storage.discard(attempt)
+        left = await FilesOfFsspec(root).list(f"1/{attempt.folder}/")
+        assert bool(left) is is_abandoned
+
+    anyio.run(main)
+
+
+def test_the_checks_of_dead_writers_keep_to_the_case() -> None:
+    given: list[Any] = []
+    leases: set[float] = set()
+
+    def recorded() -> Callable[[Timeouts], Any]:
+        opens = fresh()
+
+        def opened(timeouts: Timeouts) -> Any:
+            leases.add(timeouts.lease)
+            return opens(timeouts)
+
+        return opened
+
+    check = next(
+        each for each in STORE_CHECKS if each.__name__ == "a_dead_writer_is_cleaned_up_after"
+    )
+    anyio.run(check, StoreCase(recorded, abandon=given.append, lease_seconds=0.4))
+    assert given
+    assert leases == {0.4}
