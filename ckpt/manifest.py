@@ -6,7 +6,6 @@ from ckpt._format.history import Parent
 from ckpt._format.leaf_table import LeafEntry, LeafForm, LeafTable
 from ckpt._format.manifest import (
     ItemEntry,
-    JsonValue,
     Manifest,
     Node,
     ShardingEntry,
@@ -44,7 +43,6 @@ __all__ = [
     "VIRTUAL",
     "FileEntry",
     "ItemEntry",
-    "JsonValue",
     "LeafEntry",
     "LeafForm",
     "LeafTable",

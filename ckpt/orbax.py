@@ -64,9 +64,6 @@ class NameFormat:
         ```
     """
 
-    # Orbax compares this with its manager's way of looking: here every process looks by itself.
-    single_host_load_and_broadcast = False
-
     def __init__(
         self,
         step_names: StepNames | None = None,
