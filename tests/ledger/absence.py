@@ -1,12 +1,14 @@
 """Takes one thing away that users can see, for the rest of a process.
 
 The library itself still has it, so that only its users miss it: names and members are gone for
-callers outside `ckpt`, a parameter and a field with a default are ignored, an error is raised as
-the one it is derived from, a command and an option are unknown, events and metrics are not given.
+callers outside `ckpt`, a module cannot be imported there, a parameter and a field with a default
+are ignored, an error is raised as the one it is derived from, a command and an option are unknown,
+events and metrics are not given.
 """
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
 import subprocess
@@ -79,12 +81,29 @@ class _WithoutName(types.ModuleType):
 
 
 def _without_name(feature: Feature) -> None:
+    if inspect.ismodule(getattr(feature.owner, feature.attribute, None)) or not feature.owner:
+        _without_imports(feature.name)
     module = feature.owner or ckpt
     value = getattr(module, feature.attribute, None)
     if value is not None:
         _replace(value, None, also_inside=False)
     module.__dict__["gone"] = feature.attribute
     module.__class__ = _WithoutName
+
+
+def _without_imports(gone: str) -> None:
+    """Refuse to import a module, or what is below it; those that are imported stay."""
+    own = builtins.__import__
+
+    def other(
+        name: str, globals: Any = None, locals: Any = None, names: Any = (), level: int = 0
+    ) -> Any:
+        wanted = (name, *(f"{name}.{each}" for each in names or ()))
+        if _is_outside() and any(f"{each}.".startswith(f"{gone}.") for each in wanted):
+            raise ModuleNotFoundError(f"{gone} is gone")
+        return own(name, globals, locals, names, level)
+
+    pytest.MonkeyPatch().setattr(builtins, "__import__", other)
 
 
 def _without_error(feature: Feature) -> None:

@@ -40,6 +40,7 @@ def test_a_coordinator_that_is_none_is_refused(tmp_path: Path, given: Any, said:
         lambda: ckpt.sync.CheckpointManager(root, coordinator=given),
         lambda: ckpt.sync.save(root, {"w": 1}, coordinator=given),
         lambda: ckpt.sync.load(root, coordinator=given),
+        lambda: ckpt.sync.merge({root: 1.0}, coordinator=given),
     ):
         with pytest.raises(errors.InvalidArgumentError, match=said):
             call()

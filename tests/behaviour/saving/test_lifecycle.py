@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -178,6 +179,18 @@ def test_a_forked_child_is_told_at_once(tmp_path: Path) -> None:
     assert calls == dict.fromkeys(calls, "ForkedProcessError")
     assert json.loads(code) == 7, "the child did not end as it wanted to"
     assert errors.count("never awaited") == 1, "the child told of the parent's failure too"
+
+
+def test_a_manager_is_of_no_use_in_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        mgr.save(1, {"w": 1}).result()
+        with monkeypatch.context() as forked:
+            forked.setattr(os, "getpid", lambda: 1)
+            with pytest.raises(ckpt.errors.ForkedProcessError, match="make a new one in the child"):
+                mgr.restore(1)
+        assert mgr.restore(1) == {"w": 1}
 
 
 # --- The commit: one handle for everybody ---------------------------------------------------------

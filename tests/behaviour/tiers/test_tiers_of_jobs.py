@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from ckpt.coordination import OwnDisks
 from ckpt.errors import InvalidArgumentError, NotInRootError, StorageError
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.testing.compare import differences
-from ckpt.tiers import Tier
+from ckpt.tiers import PeerCopies, SharedMemory, Tier
 from tests.support.simulated_job import FAR, closed, coordinators, together
-from tests.support.snapshots import PATIENCE_S
+from tests.support.snapshots import PATIENCE_S, shared_memory
 
 
 # Arrays of numpy, which all processes have alike.
@@ -256,3 +257,52 @@ def test_arrays_of_all_kinds_come_back(tmp_path: Path) -> None:
             commit.in_root.result(PATIENCE_S)
     closed(mgrs)
     assert differences(state, ckpt.sync.load(tmp_path / "root" / "2")) == []
+
+
+def with_copies(base: Path, memory: Path, *copies: PeerCopies) -> list[ckpt.sync.CheckpointManager]:
+    """Return a manager of each process, with snapshots in memory that has copies on peers."""
+    return [
+        ckpt.sync.CheckpointManager(
+            base,
+            coordinator=job,
+            tiers=[SharedMemory(directory=str(memory), peers=peers)],
+            timeouts=Timeouts(coordination=FAR),
+        )
+        for job, peers in zip(coordinators(len(copies)), copies, strict=True)
+    ]
+
+
+def test_a_process_that_is_alone_has_no_peers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with shared_memory() as memory:
+        closed(with_copies(tmp_path, memory, PeerCopies()))
+    assert "this process is alone, so there are no peers" in caplog.text
+
+
+def test_no_process_has_its_copies_at_itself(tmp_path: Path) -> None:
+    copies = pytest.raises(InvalidArgumentError, match="each would have its copies at itself")
+    with shared_memory() as memory, copies:
+        with_copies(tmp_path, memory, PeerCopies(distance=4), PeerCopies(distance=4))
+
+
+def test_a_port_that_another_program_has_is_told_and_stops_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with shared_memory() as memory, socket.socket() as other:
+        other.bind(("127.0.0.2", 0))
+        other.listen()
+        address, port = other.getsockname()
+        mgrs = with_copies(tmp_path, memory, PeerCopies(address=address, port=port), PeerCopies())
+        states = together(*(lambda m=m: m.resume(lambda: state_of(0)) for m in mgrs))
+        assert [start for start, _ in states] == [0, 0]
+        closed(mgrs)
+    assert f"it cannot listen at {address}:{port}" in caplog.text
+
+
+def test_an_agent_is_told_how_long_it_keeps_the_memory_of_a_dead_process(tmp_path: Path) -> None:
+    with shared_memory() as memory:
+        tier = SharedMemory(directory=str(memory), kept_seconds=7.0)
+        with ckpt.sync.CheckpointManager(tmp_path, tiers=[tier]) as mgr:
+            agent: Any = mgr._service._agent  # type: ignore[union-attr]
+            assert agent._setup.snapshots.kept_seconds == 7.0

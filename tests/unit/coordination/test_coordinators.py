@@ -53,6 +53,14 @@ def test_jax_that_is_not_initialized_is_an_error_that_says_so(
         default_coordinator()
 
 
+def test_a_process_has_the_number_that_jax_has_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = SimpleNamespace(**dict.fromkeys(jax_service._CALLS))
+    state = SimpleNamespace(client=client, process_id=1, num_processes=3)
+    monkeypatch.setattr(jax_internals, "distributed_state", lambda: state)
+    job = JaxDistributed()
+    assert (job.process_index, job.process_count) == (1, 3)
+
+
 def test_a_version_of_jax_that_lacks_something_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     client = SimpleNamespace(**dict.fromkeys(jax_service._CALLS[1:], None))
     state = SimpleNamespace(client=client, process_id=0, num_processes=2)

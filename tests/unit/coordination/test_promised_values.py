@@ -10,7 +10,7 @@ import anyio
 
 from ckpt.coordination import Coordinator, KeyValues, OwnDisks
 from ckpt.testing.coordination import MemoryKeyValues
-from tests.support.simulated_job import Believed, SharedValues, closed, managers, saved
+from tests.support.simulated_job import FAR, STATE, Believed, SharedValues, closed, managers, saved
 
 
 class Noted:
@@ -18,6 +18,7 @@ class Noted:
 
     def __init__(self, inner: Any, asked: set[str]) -> None:
         self._inner, self._asked, self._guard = inner, asked, threading.Lock()
+        self.has_listed = threading.Event()
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
@@ -27,6 +28,8 @@ class Noted:
         def call(*args: Any) -> Any:
             with self._guard:
                 self._asked.add(name)
+            if name == "list":
+                self.has_listed.set()
             return found(*args)
 
         return call
@@ -56,8 +59,12 @@ def test_a_job_asks_its_coordinator(tmp_path: Path) -> None:
     mgrs = managers(tmp_path, jobs=jobs)
     for step in (1, 2):
         assert [info.step for info in saved(mgrs, step)] == [step, step]
+    # One that waits for another looks whether that one lives.
+    first = mgrs[0].save(3, STATE)
+    assert values.has_listed.wait(FAR)
+    assert mgrs[1].save(3, STATE).result(FAR).step == first.result(FAR).step == 3
     closed(mgrs)
-    assert asked >= {"put", "touch", "wait", "add", "drop"}
+    assert asked >= {"put", "touch", "wait", "list", "add", "drop"}
 
 
 def test_which_process_this_is() -> None:

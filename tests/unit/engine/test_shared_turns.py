@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from benchmarks.fake_devices import devices_of
 from ckpt._engine.restore.step_files import BlockReader
-from ckpt._events import EventRecorder
+from ckpt._events import Event, EventRecorder
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._job import shared_reads as broadcast
 from ckpt._job.agreement.peers import Peers
@@ -193,11 +193,12 @@ async def run(
     moment: int | None,
     fails: int | None = None,
     lost: int | None = None,
+    observers: tuple[Callable[[Event], None], ...] = (),
 ) -> tuple[list[Any], list[int], int]:
     """Return what all processes met, who was left alone, and how many moments there were.
 
     `process` is cancelled at a moment, or the read fails of which that is the number; or the byte
-    is not there that is `lost`.
+    is not there that is `lost`. The `observers` are told what is read and exchanged.
     """
     rooms, values = Rooms(), MemoryKeyValues()
     monkeypatch.setattr(broadcast, "DeviceExchange", partial(Exchange, rooms))
@@ -227,7 +228,9 @@ async def run(
         views[index].is_armed = True
         with scopes[index]:
             try:
-                outcomes[index] = await restored(peers, read_block, EventRecorder("restore", 1, ()))
+                outcomes[index] = await restored(
+                    peers, read_block, EventRecorder("restore", 1, observers)
+                )
             except CheckpointError as error:
                 outcomes[index] = error
         rooms.moved += peers.moved
@@ -286,3 +289,16 @@ def test_what_is_missing_is_told_with_its_leaf(monkeypatch: pytest.MonkeyPatch, 
         assert isinstance(outcome, CorruptCheckpointError)
         assert "leaf 'a'" in str(outcome)
     assert not alone
+
+
+@pytest.mark.parametrize(("phase", "told"), [("fetch", len(STORED)), ("exchange", None)])
+def test_what_is_read_for_others_and_exchanged_is_told(
+    monkeypatch: pytest.MonkeyPatch, phase: str, told: int | None
+) -> None:
+    events: list[Event] = []
+    outcomes, _, _ = anyio.run(run, monkeypatch, 0, None, None, None, (events.append,))
+    assert all(is_whole(*each) for each in enumerate(outcomes))
+    moved = [event.nbytes for event in events if event.phase == phase]
+    assert moved
+    # Each byte is read once by somebody.
+    assert told is None or sum(moved) == told

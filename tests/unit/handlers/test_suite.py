@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 
 from ckpt.errors import InvalidArgumentError, TargetMismatchError
-from ckpt.handlers import Deferred, ItemEntry, ItemReader, ItemWriter
+from ckpt.handlers import Deferred, Handler, ItemEntry, ItemReader, ItemWriter
 from ckpt.testing.conformance import HandlerCase, check_handler
 from ckpt.testing.conformance import handlers as suite
+
+
+def test_a_handler_has_to_offer_what_its_protocol_says() -> None:
+    asked = {name for name in dir(Handler) if name[0] != "_"} | set(Handler.__annotations__)
+    assert asked == {"accepts", "load", "name", "stage"}
+    assert asked <= set(dir(BoxHandler))
 
 
 class Box:

@@ -127,7 +127,7 @@ def test_a_step_under_two_names_is_the_one_written_now_and_deleted_under_both(
 
 
 def test_names_of_ones_own(tmp_path: Path) -> None:
-    class Epochs:
+    class Epochs(step_names.StepNames):
         """A hundred steps are an epoch."""
 
         def name(self, step: int) -> str:
@@ -137,8 +137,7 @@ def test_names_of_ones_own(tmp_path: Path) -> None:
             epoch, _, step = name.removeprefix("epoch").partition("-step")
             return int(epoch) * 100 + int(step) if epoch.isdigit() and step.isdigit() else None
 
-    names: step_names.StepNames = Epochs()
-    with plain(tmp_path, step_names=names) as mgr:
+    with plain(tmp_path, step_names=Epochs()) as mgr:
         mgr.save(250, {"n": 1}).result()
         assert entries(tmp_path) == ["epoch2-step50"]
         assert mgr.all_steps() == [250]
