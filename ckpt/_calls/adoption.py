@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
-from ckpt._arguments import check_step, one_of
+from ckpt._arguments import one_of
+from ckpt._calls.conversion import place_of
 from ckpt._calls.oneshot import Call
 from ckpt._commit import StepInfo
 from ckpt._engine.save.save_request import SaveRequest
@@ -12,8 +13,8 @@ from ckpt._settings import IfTaken, Staging
 from ckpt._steps.factory import make_engine
 from ckpt._steps.path_diagnosis import opened_checkpoint
 from ckpt._steps.saves.adoption import adopt_step
-from ckpt.step_names import Standard, StepNames
-from ckpt.storage._resolve import PathLike, open_root, open_step_dir
+from ckpt.step_names import StepNames
+from ckpt.storage._resolve import PathLike, open_beside, open_step_dir
 
 
 def adopt_call(
@@ -24,12 +25,10 @@ def adopt_call(
     if_exists: IfTaken,
 ) -> Call[StepInfo]:
     one_of("if_exists", if_exists, get_args(IfTaken))
-    if step is None:
-        storage, step_dir = open_step_dir(target)
-    else:
-        storage = open_root(target)
-        step_dir = (step_names or Standard()).name(check_step(step))
+    storage, step_dir = place_of(target, step, step_names)
     found, name = open_step_dir(source, follow=True)
+    # Readers have no more of the source than its path or URL.
+    open_beside(found, f"{found.location}/{name}")
     request = SaveRequest(step_dir, step, {}, False, None, None, if_exists)
     engine = make_engine(Staging(), (), ())
 

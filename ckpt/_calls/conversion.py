@@ -28,6 +28,7 @@ from ckpt._tree.table import format_bytes
 from ckpt.errors import InvalidArgumentError
 from ckpt.exports import Safetensors, Zarr
 from ckpt.step_names import Standard, StepNames
+from ckpt.storage._base import Storage
 from ckpt.storage._resolve import PathLike, open_root, open_step_dir, refuse_inside
 
 logger = logging.getLogger("ckpt")
@@ -145,7 +146,11 @@ def _target(
             f"at={shown(at)}: a checkpoint is written whole. To have one branch of it, load that "
             "with load(at=...), and save it"
         )
+    return CheckpointTarget(*place_of(target, step, step_names), step, overwrite, formats)
+
+
+def place_of(target: PathLike, step: int | None, names: StepNames | None) -> tuple[Storage, str]:
+    """Return the place of a new checkpoint: at a path, or of a step in the root that is there."""
     if step is None:
-        return CheckpointTarget(*open_step_dir(target), None, overwrite, formats)
-    step_dir = (step_names or Standard()).name(check_step(step))
-    return CheckpointTarget(open_root(target), step_dir, step, overwrite, formats)
+        return open_step_dir(target)
+    return open_root(target), (names or Standard()).name(check_step(step))

@@ -31,6 +31,7 @@ from ckpt._tiers.shared_folder import Found, SharedFolder
 from ckpt._tree.table import format_bytes
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.storage._base import Storage
+from ckpt.storage._local.config import Local
 from ckpt.storage._local.storage import LocalStorage
 
 logger = logging.getLogger("ckpt")
@@ -60,7 +61,7 @@ class MemoryRoot(LocalStorage):
             timeouts: Source of the duration of leases.
             process: Number of this process in its job, and number of processes.
         """
-        super().__init__(folder.steps, timeouts, mode=PRIVATE)
+        super().__init__(Local(folder.steps, permission_mode=PRIVATE), timeouts)
         self._folder = folder
         self._run_root = root
         self._process = process

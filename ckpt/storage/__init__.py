@@ -5,14 +5,10 @@ A store of another package follows `Store`; `ckpt.testing.conformance` checks wh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from ckpt.storage._local.config import Local
 from ckpt.storage._object.config import GCS, S3, Memory
+from ckpt.storage._resolve import open_root
 from ckpt.storage._store import CopiesObjects, Store, StoredObject, StoreLimits, Swap
-
-if TYPE_CHECKING:
-    from ckpt.storage._resolve import open_root
 
 __all__ = [
     "GCS",
@@ -26,15 +22,6 @@ __all__ = [
     "Swap",
     "open_root",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # Imported late: `_resolve` imports every kind of storage, and TensorStore with them.
-    if name == "open_root":
-        from ckpt.storage._resolve import open_root
-
-        return open_root
-    raise AttributeError(f"module 'ckpt.storage' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

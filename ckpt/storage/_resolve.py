@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlsplit
 
 from msgspec import Struct
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "ckpt.storage"
 _BUILT_IN = ("file", "gs", "memory", "s3")
 # A path, a URL, or a store.
-PathLike = str | os.PathLike[str] | Local | S3 | GCS | Memory
+PathLike = str | os.PathLike[str] | Local | S3 | GCS | Memory | Store
 
 _DEFAULT_TIMEOUTS = Timeouts()
 _STORES: dict[str, Callable[[str], StoreConfig]] = {"s3": S3, "gs": GCS, "memory": Memory}
@@ -40,7 +40,7 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):(/?)")
 
 
 def open_root(
-    path: PathLike | Store,
+    path: PathLike,
     timeouts: Timeouts = _DEFAULT_TIMEOUTS,
     *,
     create: bool = True,
@@ -48,7 +48,7 @@ def open_root(
     """Return the storage whose root is `path`.
 
     Args:
-        path: The root: a path, a URL or a store; also a `Store` of another package.
+        path: The root: a path, a URL or a store.
         timeouts: How long leases last.
         create: True makes the root if it does not exist.
 
@@ -61,18 +61,15 @@ def open_root(
         print(storage.location)
         ```
     """
-    local = path if isinstance(path, Store) else _place(path)
+    local = _place(path)
     if isinstance(local, Path):
-        given = path if isinstance(path, Local) else Local(local)
-        return LocalStorage(
-            local,
-            timeouts,
-            create=create,
-            mode=given.permission_mode,
-            io=given.io,
-            hard_links=given.hard_links,
-        )
-    return _open_remote(local, timeouts, create=create)
+        own = replace(path, path=local) if isinstance(path, Local) else local
+        return LocalStorage(own, timeouts, create=create)
+    # Imported late: it needs TensorStore, and a root on a disk does not.
+    from ckpt.storage._object.storage import ObjectStorage
+
+    store = _open_installed(local) if isinstance(local, _Url) else local
+    return ObjectStorage(store, timeouts, create=create)
 
 
 def local_path(path: PathLike) -> Path | None:
@@ -102,7 +99,7 @@ def open_beside(storage: Storage, folder: str) -> Storage:
         and type(place) is type(own)
         and parts_of(place)[0] == parts_of(own)[0]
     ):
-        return _open_remote(replace(own, url=place.url), _DEFAULT_TIMEOUTS, create=False)
+        return open_root(replace(own, url=place.url), create=False)
     return open_root(folder, create=False)
 
 
@@ -180,20 +177,23 @@ def open_step_dir(path: PathLike, *, follow: bool = False) -> tuple[Storage, str
         InvalidArgumentError: As `open_root`, or the path has no last name.
     """
     given = _place(path)
+    parent: PathLike
     if isinstance(given, S3 | GCS | Memory):
         parent, name = parent_of(given)
-        return _open_remote(parent, _DEFAULT_TIMEOUTS, create=True), name
-    if isinstance(given, _Url):
-        parent_url, _, name = given.text.rstrip("/").rpartition("/")
-        if not name or parent_url.endswith(":/"):
+    elif isinstance(given, _Url):
+        parent, _, name = given.text.rstrip("/").rpartition("/")
+        if not name or parent.endswith(":/"):
             raise invalid("path", path, "the URL of a checkpoint, not of a root")
-        return _open_remote(_Url(given.scheme, parent_url), _DEFAULT_TIMEOUTS, create=True), name
-    local = Path(os.path.realpath(given) if follow else os.path.abspath(given))
-    if not local.name:
-        raise invalid("path", path, "the path of a directory, not a root")
-    own = path if isinstance(path, Local) else Local(local)
-    storage = LocalStorage(local.parent, _DEFAULT_TIMEOUTS, mode=own.permission_mode, io=own.io)
-    return storage, local.name
+    elif isinstance(given, Path):
+        local = Path(os.path.realpath(given) if follow else os.path.abspath(given))
+        own, name = path if isinstance(path, Local) else Local(local), local.name
+        if not name:
+            raise invalid("path", path, "the path of a directory, not a root")
+        parent = replace(own, path=local.parent)
+    else:
+        alone = _Alone(given)
+        parent, name = cast("Store", alone), alone.name
+    return open_root(parent), name
 
 
 class _Url(Struct, frozen=True):
@@ -203,12 +203,27 @@ class _Url(Struct, frozen=True):
     text: str
 
 
-def _open_remote(place: StoreConfig | Store | _Url, timeouts: Timeouts, *, create: bool) -> Storage:
-    # Imported late: it needs TensorStore, and a root on a disk does not.
-    from ckpt.storage._object.storage import ObjectStorage
+class _Alone:
+    """The objects of a checkpoint, with keys as the folder that it is in would have them.
 
-    store = _open_installed(place) if isinstance(place, _Url) else place
-    return ObjectStorage(store, timeouts, create=create)
+    A store that is given as an object has nothing above its place. So what writers keep beside a
+    checkpoint, such as leases, is in it.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.location, _, name = store.location.rstrip("/").rpartition("/")
+        self.name = name or "checkpoint"
+        self.limits = store.limits
+        for each in ("get", "put", "swap", "delete", "delete_if", "list", "copy"):
+            if hasattr(store, each):
+                setattr(self, each, self._below(getattr(store, each)))
+
+    def _below(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the same method, for keys that may begin with the name of the checkpoint."""
+        start = f"{self.name}/"
+        return lambda *args: call(
+            *(each.removeprefix(start) if isinstance(each, str) else each for each in args)
+        )
 
 
 def _open_installed(place: _Url) -> Store:
@@ -269,13 +284,14 @@ def _if_harmless(error: Exception) -> Exception | None:
     return error if redact(text) == text else None
 
 
-def _place(path: PathLike) -> Path | StoreConfig | _Url:
-    if isinstance(path, S3 | GCS | Memory):
+def _place(path: PathLike) -> Path | StoreConfig | Store | _Url:
+    # A class has the methods of its instances.
+    if isinstance(path, S3 | GCS | Memory | Store) and not isinstance(path, type):
         return path
     try:
-        text: object = os.fspath(path)
+        text: object = os.fspath(cast("str", path))
     except TypeError as error:
-        what = f"a string or a path object, not {type(path).__name__}"
+        what = f"a string, a path object or a store, not {type(path).__name__}"
         raise invalid("path", path, what) from error
     if not isinstance(text, str) or not text or "\0" in text:
         raise invalid("path", text, "the path of a directory")

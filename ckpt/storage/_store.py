@@ -72,6 +72,9 @@ class StoreLimits(Struct, frozen=True):
 class Store(Protocol):
     """Objects below one place: all that a store of another package has to offer.
 
+    Every call that takes a path takes an object of such a class: its place is the root or the
+    checkpoint.
+
     Keys are paths with `/`, relative to the place. Reads and lists show everything that was written
     before. All methods raise `StorageError` if the store fails, and none waits without a limit.
     After a call has raised or was cancelled, the store must not carry it out any more, except for

@@ -29,6 +29,7 @@ from ckpt._tiers.peers.protocol import (
 )
 from ckpt._tiers.peers.remote_part import Peer
 from ckpt._tiers.peers.server import PartServer
+from ckpt.storage import Local
 from ckpt.storage._local.storage import LocalStorage
 
 __all__ = ["ADDRESS", "SAVE", "Host", "Raw", "target_of"]
@@ -40,7 +41,7 @@ SAVE = "5a" * 16
 
 def target_of(path: Path) -> LocalStorage:
     """Return a root in which fetched parts are put."""
-    return LocalStorage(path, Timeouts(), mode=0o700)
+    return LocalStorage(Local(path, permission_mode=0o700), Timeouts())
 
 
 class Host:

@@ -44,7 +44,7 @@ LINES = {
     "_runtime": 676,
     "_runtime/jax_internals": 47,
     "_steps": 4909,
-    "_tiers": 5263,
+    "_tiers": 5262,
     "_tree": 1472,
     # One spelling for leaves of items, in place of five.
     "_tree/item_leaves": 26,
@@ -56,7 +56,7 @@ LINES = {
     "observers": 1157,
     "page": 263,
     "save_when": 234,
-    "storage": 4589,
+    "storage": 4584,
     "testing": 1575,
 }
 MODULES = 517

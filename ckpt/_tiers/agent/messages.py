@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from ckpt.errors import InvalidArgumentError
 from ckpt.storage._local.config import Local
-from ckpt.storage._object.config import GCS, S3, Memory
+from ckpt.storage._object.config import GCS, S3
 from ckpt.storage._resolve import PathLike, local_path
 
 _STORES = {"Local": Local, "S3": S3, "GCS": GCS}
@@ -410,15 +410,15 @@ def place_to_json(path: PathLike) -> dict[str, Any]:
     """Return a place as JSON, so that another process can open it.
 
     Raises:
-        InvalidArgumentError: The place is in the memory of this process.
+        InvalidArgumentError: The place is in the memory of this process, or an object of it.
     """
     kind = type(path).__name__
     if isinstance(path, S3 | GCS):
         return {"kind": kind, **dataclasses.asdict(path)}
-    if isinstance(path, Memory) or (not isinstance(path, Local) and _scheme(path) == "memory"):
+    if not isinstance(path, str | os.PathLike) or os.fspath(path).lower().startswith("memory://"):
         raise InvalidArgumentError(
-            "tiers=: the root is in the memory of this process (memory://), and no other process "
-            "can write to it. Use a directory, or a bucket"
+            "tiers=: the root is in the memory of this process (memory://), or a store that was "
+            "given as an object, and no other process can write to it. Use a directory, or a URL"
         )
     local = local_path(path)
     if local is None:
@@ -435,8 +435,3 @@ def place_of_json(place: dict[str, Any]) -> PathLike:
         return str(given["url"])
     found: PathLike = _STORES[kind](**given)
     return found
-
-
-def _scheme(path: object) -> str:
-    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
-    return text.partition("://")[0].lower() if isinstance(text, str) and "://" in text else ""

@@ -8,6 +8,7 @@ from pathlib import Path
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts
 from ckpt._tiers.peers.parts import replica_roots, snapshots_in
+from ckpt.storage._local.config import Local
 from ckpt.storage._local.storage import LocalStorage
 
 # Mode of the folders: memory is read by its owner alone.
@@ -15,7 +16,7 @@ PRIVATE = 0o700
 
 
 def replica_storage(place: Path) -> LocalStorage:
-    return LocalStorage(place, Timeouts(), mode=PRIVATE)
+    return LocalStorage(Local(place, permission_mode=PRIVATE), Timeouts())
 
 
 def has_replicas(folder: Path, goes: Callable[[int, int], bool]) -> bool:

@@ -35,7 +35,7 @@ from ckpt.storage._base import (
 from ckpt.storage._local import attempts, data_files, notes, posix, tensorstore_files
 from ckpt.storage._local import trash as trash_folder
 from ckpt.storage._local.attempts import LocalAttempt
-from ckpt.storage._local.config import FileIo
+from ckpt.storage._local.config import Local
 from ckpt.storage._local.errors import of_each, translated
 from ckpt.storage._local.sweep import attempts_in, is_unfinished, sweep_root
 
@@ -72,31 +72,25 @@ class LocalStorage:
 
     def __init__(
         self,
-        root: Path,
+        root: Path | Local,
         timeouts: Timeouts,
         *,
         create: bool = True,
-        mode: int | None = None,
-        io: FileIo = "direct",
-        hard_links: bool = True,
     ) -> None:
         """Use `root`.
 
         Args:
-            root: The directory.
+            root: The directory, with settings if it is a `Local`.
             timeouts: Durations of leases.
             create: True lets `prepare` make the directory.
-            mode: Permissions of new directories; files get the same without execution. None lets
-                both follow the umask.
-            io: How data files are written and read; see `Local`.
-            hard_links: True lets steps share files; see `Local`.
         """
-        self._root = root
-        self._files: _DataFiles = data_files if io == "direct" else tensorstore_files
-        self._hard_links = hard_links
+        own = root if isinstance(root, Local) else Local(root)
+        self._root = Path(own.path)
+        self._files: _DataFiles = data_files if own.io == "direct" else tensorstore_files
+        self._hard_links = own.hard_links
         self._timeouts = timeouts
         self._create = create
-        self._mode = mode
+        self._mode = own.permission_mode
         # Device and inode of the root when it was prepared.
         self._identity: tuple[int, int] | None = None
 

@@ -98,8 +98,7 @@ class ObjectStorage:
                     open_copies = partial(open_copier, place, connection, client)
         else:
             self._keys = place
-            if isinstance(place, CopiesObjects):
-                open_copies = partial(_itself, place)
+            open_copies = (lambda: place) if isinstance(place, CopiesObjects) else None
         self._timeouts = timeouts
         self._create = create
         self._lists = StepListing(self._keys)
@@ -408,10 +407,6 @@ class ObjectStorage:
 
 def _copy(target: memoryview, data: bytes) -> None:
     target[:] = data
-
-
-def _itself(store: CopiesObjects) -> CopiesObjects:
-    return store
 
 
 def _own_attempt(attempt: Attempt) -> ObjectAttempt:

@@ -380,7 +380,7 @@ def test_no_permission_is_changed_on_the_loop(
         real(path, *args, **options)
 
     async def work() -> int:
-        storage = LocalStorage(tmp_path / "root", Timeouts(), mode=0o750)
+        storage = LocalStorage(Local(tmp_path / "root", permission_mode=0o750), Timeouts())
         await storage.prepare()
         attempt = await storage.begin("1")
         await storage.write(attempt, "a/b/x", b"1")

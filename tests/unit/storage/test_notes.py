@@ -20,6 +20,7 @@ import pytest
 import ckpt.sync
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
+from ckpt.storage import Local
 from ckpt.storage._local import posix
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._local.sweep import sweep_root
@@ -98,7 +99,7 @@ def test_notes_and_their_folder_get_the_permissions_asked_for(
 
     before = os.umask(umask)
     try:
-        assert anyio.run(work, LocalStorage(tmp_path, Timeouts(), mode=mode))
+        assert anyio.run(work, LocalStorage(Local(tmp_path, permission_mode=mode), Timeouts()))
     finally:
         os.umask(before)
     wanted = 0o777 & ~umask if mode is None else mode

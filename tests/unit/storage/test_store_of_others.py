@@ -10,12 +10,17 @@ from typing import Any
 
 import anyio
 import fsspec
+import numpy as np
 import pytest
+import safetensors.numpy
 
+import ckpt
+import ckpt.sync
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt._settings import Timeouts
-from ckpt.errors import StepExistsError, StorageError
+from ckpt.errors import InvalidArgumentError, NotACheckpointError, StepExistsError, StorageError
 from ckpt.storage import CopiesObjects, Store, StoredObject, StoreLimits, Swap, open_root
+from ckpt.testing.compare import differences
 from ckpt.testing.conformance import STORE_CHECKS, StoreCase
 from ckpt.testing.conformance.store_cases import assert_whole, publish, write
 
@@ -253,3 +258,113 @@ def test_the_checks_of_dead_writers_keep_to_the_case() -> None:
     anyio.run(check, StoreCase(recorded, abandon=given.append, lease_seconds=0.4))
     assert given
     assert leases == {0.4}
+
+
+# Calls that take the path of a checkpoint or a root; a store that is an object is given by name.
+At = Callable[[str], Any]
+STATE: dict[str, Any] = {"n": 3, "w": np.arange(5.0)}
+
+
+def loaded(at: At) -> Any:
+    return ckpt.sync.load(at("one"))
+
+
+def of_a_branch(at: At) -> Any:
+    found = ckpt.sync.load({"a": ckpt.Source(at("one")), "w": at("one")})
+    return found["a"] | {"w": found["w"]}
+
+
+def of_metadata(at: At) -> Any:
+    return ckpt.sync.load(at("one"), like=ckpt.sync.metadata(at("one")).target())
+
+
+def of_an_array(at: At) -> Any:
+    return {"n": 3, "w": np.asarray(ckpt.sync.open_array(at("one"), "w")[:])}
+
+
+def saved_behind(at: At) -> Any:
+    ckpt.sync.save(at("two"), STATE, durable=False).result()
+    return ckpt.sync.load(at("two"))
+
+
+def merged(at: At) -> Any:
+    ckpt.sync.save(at("two"), STATE)
+    return ckpt.sync.merge({at("one"): 0.5, at("two"): 0.5})
+
+
+def converted(at: At) -> Any:
+    ckpt.sync.convert(at("one"), at("two"))
+    return ckpt.sync.load(at("two"))
+
+
+def converted_to_a_step(at: At) -> Any:
+    ckpt.sync.convert({at("one"): 1.0}, at("run"), step=4)
+    return ckpt.sync.load(at("run/4"))
+
+
+def of_another_library(at: At) -> Any:
+    anyio.run(at("m").put, "model.safetensors", safetensors.numpy.save({"w": STATE["w"]}))
+    return {"n": 3, **ckpt.sync.load(at("m"))}
+
+
+def begun_from(at: At) -> Any:
+    with ckpt.sync.CheckpointManager(at("run"), trash="trash") as mgr:
+        return mgr.resume(lambda: STATE, source=at("one"))[1]
+
+
+def watched(at: At) -> Any:
+    ckpt.sync.save(at("run/8"), STATE)
+    with ckpt.sync.watch(at("run")) as steps:
+        assert next(iter(steps)).step == 8
+    with ckpt.sync.CheckpointManager(at("run"), mode="r") as mgr:
+        return mgr.restore(8)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(loaded, of_a_branch, of_metadata, of_an_array, saved_behind, merged, converted),
+        *(converted_to_a_step, of_another_library, begun_from, watched),
+    ],
+)
+def test_every_call_that_takes_a_path_takes_an_object(call: Callable[[At], Any]) -> None:
+    root = f"/{uuid.uuid4().hex}"
+
+    def at(name: str) -> Any:
+        return FilesOfFsspec(f"{root}/{name}")
+
+    info = ckpt.sync.save(at("one"), STATE)
+    assert info.path == at("one").location
+    assert ckpt.sync.verify(at("one")).ok
+    assert differences(STATE, call(at)) == []
+
+
+def test_a_checkpoint_of_an_object_is_replaced_whole() -> None:
+    place = FilesOfFsspec(f"/{uuid.uuid4().hex}/final")
+    ckpt.sync.save(place, {"w": np.zeros(5)})
+    with pytest.raises(StepExistsError):
+        ckpt.sync.save(place, STATE)
+    before = set(anyio.run(place.list, ""))
+    ckpt.sync.save(place, STATE, if_exists="replace")
+    assert differences(STATE, ckpt.sync.load(place)) == []
+    # Nothing of the old one is left, nor of the writers.
+    assert before & set(anyio.run(place.list, "")) == {FILE_NAME}
+    assert anyio.run(place.list, ".ckpt-attempts/") == []
+
+
+def test_what_an_object_cannot_be_is_said(tmp_path: Any) -> None:
+    root = f"/{uuid.uuid4().hex}"
+    with ckpt.sync.CheckpointManager(FilesOfFsspec(root)) as mgr:
+        mgr.save(5, STATE)
+    with pytest.raises(NotACheckpointError, match=f"is a root with the steps 5.*{root}/5"):
+        ckpt.sync.load(FilesOfFsspec(root))
+    assert differences(STATE, ckpt.sync.load(FilesOfFsspec(f"{root}/5"))) == []
+    with pytest.raises(NotACheckpointError, match="no directory or file"):
+        ckpt.sync.load(FilesOfFsspec(f"{root}/6"))
+    with pytest.raises(InvalidArgumentError, match="a path object or a store, not type"):
+        ckpt.sync.load(FilesOfFsspec)  # type: ignore[arg-type]
+    # Other processes have no more of it than its URL.
+    with pytest.raises(InvalidArgumentError, match="no storage is known for 'fsspec-memory'"):
+        ckpt.sync.adopt(FilesOfFsspec(root), tmp_path / "virtual")
+    with pytest.raises(InvalidArgumentError, match="a store that was given as an object"):
+        ckpt.sync.CheckpointManager(FilesOfFsspec(root), tiers=[ckpt.tiers.Tier(tmp_path)])

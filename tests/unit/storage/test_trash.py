@@ -14,6 +14,7 @@ import pytest
 
 from ckpt._settings import Timeouts
 from ckpt.errors import StorageError
+from ckpt.storage import Local
 from ckpt.storage._local import posix
 from ckpt.storage._local.storage import LocalStorage
 from tests.support.faults import Effect, Fail, FaultyFiles, FileOperation
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 
 def run(work: Callable[[LocalStorage], Awaitable[T]], root: Path, mode: int | None = None) -> T:
-    return anyio.run(work, LocalStorage(root, Timeouts(), mode=mode))
+    return anyio.run(work, LocalStorage(Local(root, permission_mode=mode), Timeouts()))
 
 
 def move(root: Path, step_dir: str, trash: str = "trash") -> str | None:

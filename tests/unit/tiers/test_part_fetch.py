@@ -31,6 +31,7 @@ from ckpt._tiers.peers.protocol import (
 from ckpt._tiers.peers.remote_part import Peer
 from ckpt._tiers.peers.server import PartServer
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
+from ckpt.storage import Local
 from ckpt.testing.compare import differences
 from tests.support.served_parts import ADDRESS, PATIENCE_S, SAVE, Host, Raw, target_of
 
@@ -373,7 +374,7 @@ def test_a_fetch_that_is_cancelled_leaves_nothing_to_be_seen(host: Host, tmp_pat
                     await super().write_part(*args, **options)
 
             peer = Peer(1, *served.address)
-            cut = Cut(target, target_of(target)._timeouts, mode=0o700)
+            cut = Cut(Local(target, permission_mode=0o700), target_of(target)._timeouts)
             await fetch_part(peer, host.key, PartOpenRequest(1, 5, SAVE), cut, "5")
         assert scope.cancelled_caught
         assert_nothing_in(target)
