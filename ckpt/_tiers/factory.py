@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -42,9 +41,6 @@ from ckpt.errors import InvalidArgumentError
 from ckpt.keep._keep_policies import Latest, as_keep_rules
 from ckpt.storage._local.config import Local
 from ckpt.storage._resolve import PathLike, local_path, open_root
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("ckpt")
 
@@ -213,7 +209,7 @@ def with_tiers(
             for number, tier in enumerate(tiers.near)
         ),
     )
-    parts: list[MemoryTier | TierDrains | TierFetches] = []
+    parts: list[MemoryTier | TierDrains] = []
 
     def on_message(message: AgentMessage) -> None:
         for part in parts:
@@ -240,7 +236,6 @@ def with_tiers(
         parts.append(drains)
         if job.process_count == 1:
             fetches = TierFetches(near[0], agent)
-            parts.append(fetches)
     return TieredService(service, near, memory, drains, fetches, agent, timeouts.exit)
 
 

@@ -313,8 +313,7 @@ class MemoryTier:
     def greeting(self) -> list[ToAgent]:
         if self._storage.found is None:
             return []
-        peers = [] if self._peers is None else self._peers.greeting()
-        return [FolderClaimed(self._folder.claim_id), self._saved, *peers]
+        return [FolderClaimed(self._folder.claim_id), self._saved]
 
     @property
     def flushes(self) -> bool:

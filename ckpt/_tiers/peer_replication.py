@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import itertools
 import json
 import logging
 import socket
-import threading
-import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +26,15 @@ from ckpt._job.agreement.heartbeat import beating
 from ckpt._job.agreement.operation import Operation, concluded, gathered
 from ckpt._job.processes import SeparateRoots
 from ckpt._redaction import redact
-from ckpt._runtime.futures import settled
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.service import RootService
-from ckpt._tiers.agent.client import AgentClient
+from ckpt._tiers.agent import client
 from ckpt._tiers.agent.messages import (
-    AgentGone,
     AgentMessage,
     ListenRequest,
-    ListenResult,
     PartFetchRequest,
     PartRemovalRequest,
-    PartResult,
     PeerRefused,
-    ToAgent,
 )
 from ckpt._tiers.peers.handshake import new_key
 from ckpt._tiers.peers.parts import SnapshotPart, part_places
@@ -58,9 +49,6 @@ from ckpt.keep._questions import SavedStep
 
 logger = logging.getLogger("ckpt")
 
-# A live agent listens within milliseconds, and reports each second while it fetches; a peer has
-# published its address before.
-_ANSWER_SECONDS = 30.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -89,7 +77,7 @@ class PeerReplication:
         service: RootService,
         folder: SharedFolder,
         steps: CopiedSteps,
-        agent: AgentClient,
+        agent: client.AgentClient,
     ) -> None:
         """Copy the snapshots of `service`; do no input or output yet.
 
@@ -114,15 +102,8 @@ class PeerReplication:
         # Values on which the processes agree when they open their memory.
         self._id, self._key, self._distance = "", "", 1
         self._folders: list[tuple[int, str]] = []
-        self._guard = threading.Lock()
-        # The address at which the last greeted agent listens, and the same once it is published.
-        self._listening: Future[ListenResult] = Future()
-        self._published: Future[ListenResult] | None = None
-        self._numbers = itertools.count()
-        self._asked: dict[int, Future[PartResult]] = {}
-        # Fetches of the agent, including those for which this process no longer waits.
-        self._fetches: dict[int, PartFetchRequest] = {}
-        self._heard_at = 0.0
+        # The address at which the agent listens, once it is published.
+        self._published = ("", 0)
         # Set on the engine's loop.
         self._turn: anyio.Lock | None = None
         # The last snapshot that was committed.
@@ -167,9 +148,6 @@ class PeerReplication:
         led = await operation.lead(None if index else json.dumps(chosen).encode())
         self._id, self._key = (str(json.loads(led)[name]) for name in ("id", "key"))
         async with beating(operation):
-            # An agent that is started now gets the same greeting by its start.
-            for message in self.greeting():
-                self._agent.tell(message)
             why = await self._ready()
         own = Inventory(_machine(), self._settings.address, why, parts)
         agreed = await concluded(operation, msgspec.to_builtins(own), "inventories", self._plan)
@@ -217,20 +195,14 @@ class PeerReplication:
 
         A killed agent is started again, and listens at another address.
         """
-        await run_in_thread(self._agent.start)
-        with self._guard:
-            listening = self._listening
-        with anyio.move_on_after(_ANSWER_SECONDS):
-            await settled(listening)
-        if not listening.done():
-            await run_in_thread(self._agent.end)
-            return _silent()
-        heard = listening.result()
-        if not heard.problem and self._published is not listening:
-            value = json.dumps([heard.host, heard.port]).encode()
+        settings = self._settings
+        wanted = ListenRequest(settings.address, settings.port, self._key, tuple(self._folders))
+        done = await self._agent.call(wanted, again=True)
+        if not done.problem and self._published != done.address:
+            value = json.dumps(done.address).encode()
             await self._job.key_values().touch(self._address_key(self._processes.process), value)
-            self._published = listening
-        return heard.problem
+            self._published = done.address
+        return done.problem
 
     def _address_key(self, process: int) -> str:
         return f"ckpt/parts/{self._id}/{process}"
@@ -292,16 +264,18 @@ class PeerReplication:
 
     async def _fetch(self, part: int, step: int, save: str, source: int, *, is_own: bool) -> str:
         """Have the agent fetch a part; return the reason if it could not, or an empty text."""
-        address = await self._job.key_values().wait(self._address_key(source), _ANSWER_SECONDS)
+        address = await self._job.key_values().wait(
+            self._address_key(source), client.ANSWER_SECONDS
+        )
         if address is None:
             return f"process {source} has not said where it listens"
         host, port = json.loads(address)
         keep = () if self._steps.safe is None else (self._steps.safe,)
-        step_dir = self._service.root.names.name(step)
-        number = next(self._numbers)
-        fetched = await self._answer(
-            PartFetchRequest(number, part, step, step_dir, save, source, host, port, is_own, keep)
+        step_dir, own = self._service.root.names.name(step), str(self._folder.path)
+        what = PartFetchRequest(
+            own, self._key, part, step, step_dir, save, source, host, port, is_own, keep
         )
+        fetched = await self._agent.call(what)
         if not fetched.problem:
             logger.debug(
                 "fetched part %d of the snapshot of step %d: %s in %.2f s",
@@ -311,28 +285,6 @@ class PeerReplication:
                 fetched.seconds,
             )
         return fetched.problem
-
-    async def _answer(self, message: PartFetchRequest | PartRemovalRequest) -> PartResult:
-        """Send a request to the agent; an agent that does not answer is ended."""
-        await run_in_thread(self._agent.start)
-        done: Future[PartResult] = Future()
-        with self._guard:
-            self._asked[message.number] = done
-            if isinstance(message, PartFetchRequest):
-                self._fetches[message.number] = message
-        try:
-            self._heard_at = time.monotonic()
-            self._agent.tell(message)
-            while not done.done():
-                with anyio.move_on_after(_ANSWER_SECONDS):
-                    await settled(done)
-                if not done.done() and time.monotonic() - self._heard_at >= _ANSWER_SECONDS:
-                    await run_in_thread(self._agent.end)
-                    return PartResult(message.number, problem=_silent())
-        finally:
-            with self._guard:
-                self._asked.pop(message.number, None)
-        return done.result()
 
     async def forget(self, *steps: int, after: int | None = None) -> None:
         """Remove copies of snapshots that were deleted, or that the run has gone back behind."""
@@ -349,55 +301,24 @@ class PeerReplication:
         after: int | None = None,
         but: tuple[int, int] | None = None,
     ) -> None:
-        message = PartRemovalRequest(next(self._numbers), steps, after, but)
-        with self._guard:
-            fetches = [each for each in self._fetches.values() if not each.is_own]
-        if not any(message.means(each.part, each.step) for each in fetches) and not (
-            await run_in_thread(has_replicas, self._folder.path, message.means)
-        ):
+        message = PartRemovalRequest(str(self._folder.path), steps, after, but)
+        if not any(
+            isinstance(each, PartFetchRequest) and message.ends(each)
+            for each in self._agent.under_way
+        ) and not await run_in_thread(has_replicas, self._folder.path, message.means):
             # This is the usual case: a busy or stopped agent does not delay the next snapshot.
             return
-        if (await self._answer(message)).problem:
+        if (await self._agent.call(message)).problem:
             # No agent could remove them, so none fetches any longer: remove them here.
             try:
                 await remove_replicas(self._folder.path, message.means)
             except CheckpointError as error:
                 self._say(f"copies for peers could not be removed: {error.message}")
 
-    def greeting(self) -> list[ToAgent]:
-        if not self._key:
-            return []
-        with self._guard:
-            self._listening = Future()
-        settings = self._settings
-        return [ListenRequest(settings.address, settings.port, self._key, tuple(self._folders))]
-
     def heard(self, message: AgentMessage) -> None:
         """Handle a message of the agent; called in a thread."""
-        self._heard_at = time.monotonic()
-        if isinstance(message, ListenResult):
-            self._listens(message)
-        elif isinstance(message, PartResult):
-            with self._guard:
-                self._fetches.pop(message.number, None)
-                done = self._asked.pop(message.number, None)
-            if done is not None:
-                done.set_result(message)
-        elif isinstance(message, PeerRefused):
+        if isinstance(message, PeerRefused):
             self._say(f"a connection to its snapshots was refused: {message.problem}")
-        elif isinstance(message, AgentGone):
-            self._listens(ListenResult(problem="its agent has ended"))
-            with self._guard:
-                self._fetches.clear()
-                asked, self._asked = self._asked, {}
-            for number, done in asked.items():
-                done.set_result(PartResult(number, problem="the agent was killed"))
-
-    def _listens(self, message: ListenResult) -> None:
-        with self._guard:
-            if self._listening.done():
-                self._listening = Future()
-            self._listening.set_result(message)
 
     def _say(self, problem: str) -> None:
         """Warn about a problem, once."""
@@ -422,10 +343,6 @@ def _machine() -> str:
     with contextlib.suppress(OSError):
         return _BOOT_ID.read_text().strip()
     return socket.gethostname()
-
-
-def _silent() -> str:
-    return f"its agent does not answer within {_ANSWER_SECONDS:.0f} s"
 
 
 def _is_loopback(address: str) -> bool:

@@ -390,6 +390,7 @@ class TieredService:
             # In a forked child, the agent and the memory belong to the parent.
             return done
         memory, ended = self._memory, False
+        late: tuple[int, ...] = ()
         newest = None if memory is None else memory.left(self._latest)
         flush = memory is not None and memory.flushes and (failed or newest is not None)
         if failed and flush and memory is not None and memory.is_of_job:
@@ -398,10 +399,10 @@ class TieredService:
             self._agent.leave()
         elif self._agent.is_started:
             seconds = self._exit_seconds + _LAST_WORDS_SECONDS
-            ended = self._agent.close(flush=flush, timeout=seconds)
+            ended, late = self._agent.close(flush=flush, timeout=seconds)
             if memory is not None:
                 memory.close(newest, failed=failed, ended=ended)
-        left = [] if self._drains is None else self._drains.given_up()
+        left = [] if self._drains is None else self._drains.given_up(late)
         if left:
             logger.warning(
                 "%s: steps %s were not copied there in time; they stay at %s, and the next "

@@ -26,7 +26,6 @@ from ckpt._steps.service import RootService
 from ckpt._tiers.agent.client import AgentClient
 from ckpt._tiers.agent.messages import (
     AgentMessage,
-    CloseResult,
     DrainAccepted,
     StepAtTier,
     ToAgent,
@@ -222,8 +221,6 @@ class TierDrains:
             with self._guard:
                 if self._is_newest(message):
                     self._unheld[message.leg].discard(message.step)
-        elif isinstance(message, CloseResult):
-            self._left = message.left
         elif isinstance(message, TransferResult):
             self._moved(message)
 
@@ -326,8 +323,13 @@ class TierDrains:
         with contextlib.suppress(CheckpointError):
             service.reader.distrust((await service.root.index.found(number)).manifest)
 
-    def given_up(self) -> list[int]:
-        """Return the steps that were not copied on, and end the waits for them."""
+    def given_up(self, left: tuple[int, ...]) -> list[int]:
+        """Return the steps that were not copied on, and end the waits for them.
+
+        Args:
+            left: The steps that the agent has named at its end.
+        """
+        self._left = left
         with self._guard:
             waiting = {
                 s for pending in self._pending for s, step in pending.items() if step.is_wanted

@@ -16,22 +16,20 @@ from anyio.abc import TaskGroup
 
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
+from ckpt._tiers.agent.calls import AgentCalls
 from ckpt._tiers.agent.flush import FlushBudget, flush
 from ckpt._tiers.agent.flush_of_job import JobPart, flush_of_job
 from ckpt._tiers.agent.messages import (
     AgentSetup,
+    Call,
+    CallProgress,
+    CallResult,
     CloseRequest,
-    CloseResult,
-    CloseStarted,
     FlushResult,
     FolderClaimed,
     FromAgent,
-    ListenRequest,
-    PartFetchRequest,
-    PartRemovalRequest,
     SnapshotSettings,
     StepAtTier,
-    StepFetchRequest,
     StepInRoot,
     ToAgent,
     TransferResult,
@@ -39,8 +37,6 @@ from ckpt._tiers.agent.messages import (
     encoded,
     place_of_json,
 )
-from ckpt._tiers.agent.priority import restore_priority
-from ckpt._tiers.agent.replica_exchange import ReplicaExchange
 from ckpt._tiers.agent.transfer_chain import TransferChain, open_chain
 from ckpt._tiers.shared_folder import claim_of, take_abandoned
 from ckpt.errors import CheckpointError
@@ -51,6 +47,8 @@ _PIECE = 1 << 16
 # Time between two looks for a new trainer, and for the death of the old one if the system cannot
 # report it.
 _LOOK_SECONDS = 0.5
+# Time between signs of progress during a call: without them, the agent counts as stopped.
+_BEAT_SECONDS = 1.0
 # Tries for a store that fails: after a death nothing else saves the snapshot.
 _TRIES, _PAUSE_SECONDS = 6, 5.0
 # Time between later tries, while the snapshot waits for another trainer.
@@ -65,23 +63,20 @@ class SidecarAgent:
     # event                   action
     # ----------------------  -------------------------------------------------------------------
     # `StepAtTier`            copies it on, from its tier to the next place
-    # `StepFetchRequest`      copies it to the nearest tier, from a farther place
     # `StepInRoot`            notes which snapshots need no longer be written
-    # `ListenRequest`, `PartFetchRequest`, `PartRemovalRequest`: see `ReplicaExchange`
+    # `Call`                  does what is asked; see `AgentCalls`
     # the number of a signal  writes the last snapshot, while the trainer may be stuck
     # SIGTERM, to itself      the same
     # the trainer dies        writes the last snapshot, waits for a trainer that is started again,
     #                         releases the memory, and ends
     # `CloseRequest`          writes the last snapshot if asked, or if a signal came, and ends
 
-    def __init__(
-        self, setup: AgentSetup, trainer: socket.socket, alarm: socket.socket, legs: TransferChain
-    ) -> None:
+    def __init__(self, setup: AgentSetup, trainer: socket.socket, alarm: socket.socket) -> None:
         """Watch the trainer of `setup`; `trainer` carries messages, and `alarm` signals."""
         self._setup = setup
         self._trainer = trainer
         self._alarm = alarm
-        self._legs = legs
+        self._legs: TransferChain
         self._target: Storage = open_root(place_of_json(setup.root))
         # The snapshots, once the trainer owns them.
         self._snapshots: SnapshotSettings | None = None
@@ -90,28 +85,44 @@ class SidecarAgent:
         self._rate: float | None = None
         self._noticed_at: float | None = None
         self._flushing = anyio.Lock()
-        self._peers = ReplicaExchange(self.tell)
+        self._calls = AgentCalls(setup.legs, self.tell)
         # Set when the trainer has died, and when it has closed the agent.
         self._is_over = anyio.Event()
-        self._close: CloseRequest | None = None
+        # The last call.
+        self._close: tuple[int, CloseRequest] | None = None
 
     async def run(self, rest: bytes) -> None:
         """Watch until the trainer has ended, and then do the rest of the work."""
+        async with (
+            open_chain(self._setup.legs, self.tell) as self._legs,
+            anyio.create_task_group() as beats,
+        ):
+            beats.start_soon(self._beat)
+            await self._watch(rest)
+            if self._close is None:
+                await self._end_alone()
+            else:
+                await self._end_well(self._close[0])
+            beats.cancel_scope.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            await anyio.sleep(_BEAT_SECONDS)
+            if self._calls.under_way or self._close is not None:
+                self.tell(CallProgress())
+
+    async def _watch(self, rest: bytes) -> None:
         # A write that is under way when the trainer ends goes on to its end.
         async with anyio.create_task_group() as writes, anyio.create_task_group() as watches:
-            await watches.start(self._peers.run)
+            await watches.start(self._calls.run)
             watches.start_soon(self._watch_trainer)
             writes.start_soon(self._hear, rest)
             watches.start_soon(self._watch_alarm, writes)
             watches.start_soon(self._watch_signals, writes)
             await self._is_over.wait()
             watches.cancel_scope.cancel()
-        if self._close is None:
-            await self._end_alone()
-        else:
-            await self._end_well()
 
-    async def _end_well(self) -> None:
+    async def _end_well(self, number: int) -> None:
         """Write the rest after the trainer has closed this agent, and waits for it."""
 
         async def write(ends_at: float | None) -> None:
@@ -125,7 +136,7 @@ class SidecarAgent:
             else:
                 await write(None)
             left = await self._legs.finish(self._setup.exit_seconds)
-        self.tell(CloseResult(tuple(left)))
+        self.tell(CallResult(number, left=tuple(left)))
 
     async def _end_alone(self) -> None:
         """Write the rest after the trainer has died, and at last release its memory."""
@@ -233,7 +244,7 @@ class SidecarAgent:
 
     @property
     def _writes_at_close(self) -> bool:
-        wanted = self._close is not None and self._close.flush
+        wanted = self._close is not None and self._close[1].flush
         return wanted or self._noticed_at is not None
 
     def _ends_at(self) -> float | None:
@@ -269,7 +280,7 @@ class SidecarAgent:
         """Write the last snapshot after a signal, even if the trainer is stuck."""
         if self._noticed_at is None:
             self._noticed_at = time.monotonic()
-            restore_priority()
+            _restore_priority()
             done = await self._flush(self._ends_at())
             if done is not None:
                 self.tell(done)
@@ -327,17 +338,14 @@ class SidecarAgent:
             self._claim = message.claim
         elif isinstance(message, StepAtTier):
             await self._legs.add(message)
-        elif isinstance(message, StepFetchRequest):
-            self._legs.fetches.start(message)
-        elif isinstance(message, ListenRequest | PartFetchRequest | PartRemovalRequest):
-            await self._peers.take(message)
-        elif isinstance(message, CloseRequest):
-            self._close = message
+        elif isinstance(message, Call) and isinstance(message.request, CloseRequest):
+            self._close = message.number, message.request
             # A signal that came just before must be taken into account.
             if self._has_noticed() and self._noticed_at is None:
                 self._noticed_at = time.monotonic()
-            self.tell(CloseStarted(self._writes_at_close or bool(self._setup.legs)))
             self._is_over.set()
+        elif isinstance(message, Call):
+            await self._calls.take(message)
 
     async def _watch_alarm(self, writes: TaskGroup) -> None:
         """Act on signals to the trainer, which the kernel reports here before Python does."""
@@ -360,15 +368,10 @@ class SidecarAgent:
             async for _ in received:
                 writes.start_soon(self._notice)
 
-    def moved(self, message: TransferResult) -> None:
-        """Note a step that has arrived in the root."""
-        if message.leg == len(self._setup.legs) - 1 and not message.problem:
-            self._newest = max(self._newest, message.step)
-            if message.nbytes and message.seconds:
-                self._rate = message.nbytes / message.seconds
-
     def tell(self, message: FromAgent) -> None:
         """Send a message to the trainer; if it has died, report steps that stay to the user."""
+        if isinstance(message, TransferResult):
+            self._note_result(message)
         is_heard = not self._is_over.is_set() or self._close is not None
         try:
             self._trainer.sendall(encoded(message))
@@ -376,6 +379,13 @@ class SidecarAgent:
             is_heard = False
         if not is_heard and isinstance(message, TransferResult) and message.problem:
             _say(f"step {message.step} was NOT copied on: {message.problem}")
+
+    def _note_result(self, message: TransferResult) -> None:
+        """Note a step that has arrived in the root."""
+        if message.leg == len(self._setup.legs) - 1 and not message.problem:
+            self._newest = max(self._newest, message.step)
+            if message.nbytes and message.seconds:
+                self._rate = message.nbytes / message.seconds
 
 
 async def _main(trainer: socket.socket, alarm: socket.socket) -> None:
@@ -389,17 +399,7 @@ async def _main(trainer: socket.socket, alarm: socket.socket) -> None:
     first, _, rest = received.partition(b"\n")
     setup = decode_to_agent(first)
     assert isinstance(setup, AgentSetup)
-    agents: list[SidecarAgent] = []
-
-    def tell(message: FromAgent) -> None:
-        for agent in agents:
-            if isinstance(message, TransferResult):
-                agent.moved(message)
-            agent.tell(message)
-
-    async with open_chain(setup.legs, tell) as legs:
-        agents.append(SidecarAgent(setup, trainer, alarm, legs))
-        await agents[0].run(rest)
+    await SidecarAgent(setup, trainer, alarm).run(rest)
 
 
 def _is_owned_again(folder: Path, claim: str) -> bool:
@@ -410,6 +410,13 @@ def _is_owned_again(folder: Path, claim: str) -> bool:
         return claim_of(folder) != claim
     found.leave()
     return False
+
+
+def _restore_priority() -> None:
+    """Make this agent's work count as much as the trainer's: the end is near."""
+    # The niceness of a process cannot be taken back, but that of its group can.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text("0")
 
 
 def _say(text: str) -> None:

@@ -17,9 +17,8 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts
 from ckpt._tiers.agent.flush import link_step
 from ckpt._tiers.agent.messages import FlushResult
-from ckpt._tiers.agent.step_name_table import StepNameTable
 from ckpt._tiers.drains.drain import DrainResult
-from ckpt._tiers.drains.drainer import Drainer, DrainRoute, draining
+from ckpt._tiers.drains.drainer import Drainer, DrainRoute, StepNameTable, draining
 from ckpt._tiers.joins.part_transfer import part_transfer
 from ckpt._tiers.joins.snapshot_offers import OFFER_SIGN_SECONDS, SnapshotOffers
 from ckpt._tiers.peers.parts import STEPS, snapshots_in

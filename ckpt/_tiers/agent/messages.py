@@ -1,6 +1,7 @@
 """Messages between the trainer and its agent: JSON, one message per line, over a socket pair.
 
 Nothing is pickled. The trainer decides, by policies that are Python functions; the agent copies.
+What the trainer waits for is a `Call`; all other messages are news.
 """
 
 from __future__ import annotations
@@ -157,7 +158,8 @@ class PartFetchRequest(Struct, frozen=True, tag="fetch part"):
     """A part of a snapshot is to be copied from another host.
 
     Attributes:
-        number: Number of this message; the answer, `PartResult`, has the same.
+        folder: The folder of the trainer's snapshots.
+        key: The key of the job.
         part: Number of the process that has saved the part.
         step: The snapshot.
         step_dir: Its directory.
@@ -169,7 +171,8 @@ class PartFetchRequest(Struct, frozen=True, tag="fetch part"):
         keep: Snapshots whose held copies of this part must stay.
     """
 
-    number: int
+    folder: str
+    key: str
     part: int
     step: int
     step_dir: str
@@ -185,13 +188,13 @@ class PartRemovalRequest(Struct, frozen=True, tag="forget"):
     """Parts that are held for other processes are to be removed.
 
     Attributes:
-        number: See `PartFetchRequest`.
+        folder: The folder of the trainer's snapshots.
         steps: Remove the parts of these snapshots.
         after: Remove the parts of greater snapshots than this, too; None for none.
         but: Remove all parts but this one, a process and a snapshot; None for none.
     """
 
-    number: int
+    folder: str
     steps: tuple[int, ...] = ()
     after: int | None = None
     but: tuple[int, int] | None = None
@@ -204,49 +207,15 @@ class PartRemovalRequest(Struct, frozen=True, tag="forget"):
             or (self.but is not None and (part, step) != self.but)
         )
 
-
-class ListenResult(Struct, frozen=True, tag="listening"):
-    """The agent listens, or cannot listen.
-
-    Attributes:
-        host: The address at which it listens.
-        port: The port there.
-        problem: Reason why it does not listen; empty if it does.
-    """
-
-    host: str = ""
-    port: int = 0
-    problem: str = ""
-
-
-class PartFetchProgress(Struct, frozen=True, tag="fetching part"):
-    """The agent is alive: sent again and again while a `PartFetchRequest` is under way."""
-
-
-class PartResult(Struct, frozen=True, tag="part done"):
-    """The outcome of a `PartFetchRequest` or a `PartRemovalRequest`.
-
-    Attributes:
-        number: Number of the request.
-        nbytes: Copied bytes.
-        seconds: Duration.
-        problem: Reason why it was not done; empty if it was.
-    """
-
-    number: int
-    nbytes: int = 0
-    seconds: float = 0.0
-    problem: str = ""
+    def ends(self, fetch: PartFetchRequest) -> bool:
+        """Return True if a part that is being fetched is not wanted any more."""
+        return not fetch.is_own and self.means(fetch.part, fetch.step)
 
 
 class PeerRefused(Struct, frozen=True, tag="refused"):
     """A connection was refused, for the reason `problem`."""
 
     problem: str
-
-
-class AgentGone(Struct, frozen=True, tag="gone"):
-    """The agent has ended. The client makes this message; the agent does not send it."""
 
 
 class FlushResult(Struct, frozen=True, tag="flushed"):
@@ -265,16 +234,6 @@ class FlushResult(Struct, frozen=True, tag="flushed"):
     nbytes: int = 0
     problem: str = ""
     passed_over: str = ""
-
-
-class CloseStarted(Struct, frozen=True, tag="closing"):
-    """The immediate answer to `CloseRequest`.
-
-    Attributes:
-        writes: True if a snapshot is written before the agent ends.
-    """
-
-    writes: bool
 
 
 class DrainAccepted(Struct, frozen=True, tag="held"):
@@ -327,65 +286,54 @@ class StepFetchRequest(Struct, frozen=True, tag="fetch"):
     step_dir: str
 
 
-class StepFetchProgress(Struct, frozen=True, tag="fetching"):
-    """A step is being copied to the nearest tier; sent every few seconds."""
+Request: TypeAlias = (
+    StepFetchRequest | PartFetchRequest | PartRemovalRequest | ListenRequest | CloseRequest
+)
 
 
-class StepFetchResult(Struct, frozen=True, tag="fetched"):
-    """The outcome of a step that was wanted at the nearest tier.
+class Call(Struct, frozen=True, tag="call"):
+    """The trainer wants something done, and waits for the result.
 
     Attributes:
-        fetch: The request.
-        outcome: Outcome of a `CopiedStep`, or `refused` by a storage.
-        nbytes: Copied bytes.
-        seconds: Duration.
-        problem: Reason why it was not copied; empty if it was.
-        errno: Number of the system's error, if it was one.
+        number: Number of the call; its `CallResult` has the same.
+        request: The work.
     """
 
-    fetch: StepFetchRequest
-    outcome: str
-    nbytes: int = 0
-    seconds: float = 0.0
+    number: int
+    request: Request
+
+
+class CallProgress(Struct, frozen=True, tag="progress"):
+    """The agent is alive: sent again and again while a call is under way."""
+
+
+class CallResult(Struct, frozen=True, tag="result"):
+    """The outcome of a call.
+
+    Attributes:
+        number: Number of the call.
+        problem: Reason why the work was not done; empty if it was.
+        errno: Number of the system's error, if it was one.
+        seconds: Duration.
+        nbytes: Copied bytes.
+        outcome: For a `StepFetchRequest`, the outcome of the `CopiedStep`.
+        address: For a `ListenRequest`, the address and port at which the agent listens.
+        left: For a `CloseRequest`, the steps of tiers that were not copied on.
+    """
+
+    number: int = -1
     problem: str = ""
     errno: int | None = None
-
-
-class CloseResult(Struct, frozen=True, tag="closed"):
-    """The agent ends: its work is done, or its time is over.
-
-    Attributes:
-        left: Steps of tiers that were not copied on.
-    """
-
+    seconds: float = 0.0
+    nbytes: int = 0
+    outcome: str = ""
+    address: tuple[str, int] = ("", 0)
     left: tuple[int, ...] = ()
 
 
-ToAgent: TypeAlias = (
-    AgentSetup
-    | FolderClaimed
-    | StepInRoot
-    | StepAtTier
-    | StepFetchRequest
-    | CloseRequest
-    | ListenRequest
-    | PartFetchRequest
-    | PartRemovalRequest
-)
-FromAgent: TypeAlias = (
-    FlushResult
-    | DrainAccepted
-    | TransferResult
-    | StepFetchProgress
-    | StepFetchResult
-    | CloseStarted
-    | CloseResult
-    | ListenResult
-    | PartFetchProgress
-    | PartResult
-    | PeerRefused
-)
-AgentMessage: TypeAlias = FromAgent | AgentGone
+ToAgent: TypeAlias = AgentSetup | FolderClaimed | StepInRoot | StepAtTier | Call
+AgentMessage: TypeAlias = FlushResult | DrainAccepted | TransferResult | PeerRefused
+FromAgent: TypeAlias = AgentMessage | CallProgress | CallResult
 
 _encode = msgspec.json.Encoder().encode
 _to_agent = msgspec.json.Decoder(ToAgent)

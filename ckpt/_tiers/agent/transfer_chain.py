@@ -7,9 +7,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
-import anyio
-from anyio.abc import TaskGroup
-
 from ckpt._tiers.agent.messages import (
     DrainAccepted,
     FromAgent,
@@ -18,28 +15,24 @@ from ckpt._tiers.agent.messages import (
     TransferResult,
     place_of_json,
 )
-from ckpt._tiers.agent.prefetch_queue import PrefetchQueue
-from ckpt._tiers.agent.step_name_table import StepNameTable
 from ckpt._tiers.drains.drain import DrainResult
-from ckpt._tiers.drains.drainer import Drainer, DrainRoute, WholeStepTransfer, draining
+from ckpt._tiers.drains.drainer import (
+    Drainer,
+    DrainRoute,
+    StepNameTable,
+    WholeStepTransfer,
+    draining,
+)
 from ckpt._tiers.joins.part_transfer import part_transfer
 from ckpt.errors import StorageError
 from ckpt.storage._resolve import open_root
 
 
 class TransferChain:
-    """Drains the steps of all tiers; made by `open_chain`. Used on the agent's loop.
+    """Drains the steps of all tiers; made by `open_chain`. Used on the agent's loop."""
 
-    Attributes:
-        fetches: Copies steps back to the nearest tier.
-    """
-
-    def __init__(
-        self, legs: Sequence[TransferLeg], tell: Callable[[FromAgent], None], tasks: TaskGroup
-    ) -> None:
-        count = len(legs)
+    def __init__(self, count: int, tell: Callable[[FromAgent], None]) -> None:
         self._tell = tell
-        self.fetches: PrefetchQueue = PrefetchQueue(legs, tasks, tell)
         self._drainers: list[Drainer] = []
         self._names = [StepNameTable() for _ in range(count)]
         # By tier, the newest step that the next place gets only at the end.
@@ -110,10 +103,7 @@ async def open_chain(
 ) -> AsyncIterator[TransferChain]:
     """Drain steps while the body runs; `tell` is called with the outcomes."""
     async with contextlib.AsyncExitStack() as stack:
-        tasks = await stack.enter_async_context(anyio.create_task_group())
-        # A fetch that is under way at the end is cancelled: nothing of it is visible.
-        stack.callback(tasks.cancel_scope.cancel)
-        found = TransferChain(legs, tell, tasks)
+        found = TransferChain(len(legs), tell)
         for number, leg in enumerate(legs):
             places = open_root(place_of_json(leg.source)), open_root(place_of_json(leg.target))
             drainer = await stack.enter_async_context(

@@ -60,6 +60,22 @@ class DrainRoute(Struct, frozen=True):
         return StepLocation(storage, self.names.name(step))
 
 
+class StepNameTable:
+    """Names of steps that a function of another process may have made, as it has sent them."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+
+    def add(self, step: int, name: str) -> None:
+        self._names[step] = name
+
+    def name(self, step: int) -> str:
+        return self._names[step]
+
+    def step(self, name: str) -> int | None:
+        return next((step for step, each in self._names.items() if each == name), None)
+
+
 class TransferStrategy(Protocol):
     """A way to bring steps to the target. All methods raise `StorageError` if a storage refuses."""
 

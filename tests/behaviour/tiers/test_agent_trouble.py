@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,17 @@ import ckpt.sync
 from ckpt._settings import Timeouts
 from ckpt._tiers.agent import client
 from ckpt._tiers.agent.flush import FlushBudget, flush
-from ckpt._tiers.agent.messages import AgentMessage, AgentSetup, StepInRoot, ToAgent, place_to_json
-from ckpt._tiers.agent.priority import NICENESS
+from ckpt._tiers.agent.messages import (
+    AgentMessage,
+    AgentSetup,
+    CallResult,
+    PartRemovalRequest,
+    StepAtTier,
+    StepInRoot,
+    ToAgent,
+    TransferLeg,
+    place_to_json,
+)
 from ckpt.errors import StorageError
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.tiers import SharedMemory
@@ -72,8 +83,8 @@ def test_an_agent_gives_way_to_its_trainer_until_the_end_is_near(
         run.lines(until="held")
         (agent,) = children_of(run.process.pid)
         ours, (found, group) = os.getpriority(os.PRIO_PROCESS, 0), _priority(agent)
-        assert found == ours + NICENESS
-        assert group in (None, str(NICENESS))
+        assert found == ours + client.NICENESS
+        assert group in (None, str(client.NICENESS))
         run.process.send_signal(signal.SIGTERM)
         wait_for(tmp_path, 1)
         assert _priority(agent)[1] in (None, "0")
@@ -100,7 +111,7 @@ def test_an_agent_that_is_stopped(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Neither saves nor the end wait for it; what it was to write stays."""
-    monkeypatch.setattr(client, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.2)
     root = tmp_path / "run"
     mgr = manager(root, memory)
     with mgr:
@@ -262,31 +273,110 @@ with mgr:
     assert list(memory.iterdir()) == []
 
 
-def test_the_end_of_an_agent_is_heard_before_the_next_one_is_greeted(tmp_path: Path) -> None:
-    """Else what was asked of the next one would be given up."""
+@contextlib.contextmanager
+def bare_agent(
+    tmp_path: Path,
+    told: Callable[[AgentMessage], None] = print,
+    greeting: Callable[[], list[ToAgent]] = list,
+) -> Iterator[client.AgentClient]:
+    """An agent without a manager, which is running."""
+    setup = AgentSetup(os.getpid(), place_to_json(str(tmp_path)), (), 1.0)
+    agent = client.AgentClient(setup, told, greeting)
+    try:
+        agent.start()
+        yield agent
+    finally:
+        agent.close(flush=False, timeout=PATIENCE_S)
+        agent.untap_signals()
+
+
+def _asked_while_it_is_stopped(
+    agent: client.AgentClient, *, again: bool, is_killed: bool
+) -> CallResult:
+    """Return the result of a call that the running agent never answers."""
+    process, send = agent._process, agent._send
+    assert process is not None
+
+    def send_and_kill(message: ToAgent) -> bool:
+        agent._send = send
+        is_sent = send(message)
+        if is_killed:
+            process.kill()
+        return is_sent
+
+    process.send_signal(signal.SIGSTOP)
+    agent._send = send_and_kill
+    return anyio.run(partial(agent.call, PartRemovalRequest("/nowhere"), again=again))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_call_of_a_killed_agent_ends_or_is_made_again(tmp_path: Path, again: bool) -> None:
+    with bare_agent(tmp_path) as agent:
+        done = _asked_while_it_is_stopped(agent, again=again, is_killed=True)
+        assert done.problem == ("" if again else "its agent was killed")
+        assert agent.under_way == []
+        # Either way the next call is answered.
+        assert anyio.run(agent.call, PartRemovalRequest("/nowhere")).problem == ""
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_agent_that_does_not_answer_a_call_is_replaced(
+    tmp_path: Path, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The agent that is started then has twenty signs of life for its answer.
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 20.0 if again else 0.5)
+    with bare_agent(tmp_path) as agent:
+        first = agent._process
+        assert first is not None
+        done = _asked_while_it_is_stopped(agent, again=again, is_killed=False)
+        assert first.wait(PATIENCE_S) == -signal.SIGKILL
+        assert done.problem == ("" if again else "its agent does not answer within 0 s")
+
+
+def test_an_agent_that_cannot_be_started_answers_no_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with bare_agent(tmp_path) as agent:
+        for again in (False, True):
+            done = anyio.run(partial(agent.call, PartRemovalRequest("/nowhere"), again=again))
+            assert done.problem
+    assert "could not be started" in caplog.text
+
+
+def test_the_last_messages_of_an_agent_are_heard_before_the_next_one_is_greeted(
+    tmp_path: Path,
+) -> None:
+    """Else what it has done would be asked for once more."""
     heard: list[str] = []
-    may_end = threading.Event()
+    is_told, may_end = threading.Event(), threading.Event()
 
     def told(message: AgentMessage) -> None:
+        is_told.set()
         may_end.wait(PATIENCE_S)
         heard.append(type(message).__name__)
 
     def greeting() -> list[ToAgent]:
         heard.append("greeted")
-        return []
+        # It answers that it holds the step, or that there is none.
+        return [StepAtTier(0, 7, "7", is_wanted=True)]
 
-    setup = AgentSetup(os.getpid(), place_to_json(str(tmp_path)), (), 1.0)
+    places = [place_to_json(str(tmp_path / each)) for each in ("disk", "root")]
+    legs = (TransferLeg(places[0], places[1], None, 16),)
+    setup = AgentSetup(os.getpid(), places[1], (), 1.0, legs=legs)
     agent = client.AgentClient(setup, told, greeting)
     agent.start()
-    assert agent._process is not None
-    agent._process.kill()
-    agent._process.wait()
-    timer = threading.Timer(0.1, may_end.set)
-    timer.start()
     try:
+        assert is_told.wait(PATIENCE_S)
+        assert agent._process is not None
+        agent._process.kill()
+        agent._process.wait()
+        timer = threading.Timer(0.1, may_end.set)
+        timer.start()
         agent.start()
-        assert heard == ["greeted", "AgentGone", "greeted"]
-    finally:
+        assert heard[:3] == ["greeted", "DrainAccepted", "greeted"]
         timer.join()
+    finally:
+        may_end.set()
         agent.close(flush=False, timeout=PATIENCE_S)
         agent.untap_signals()

@@ -16,7 +16,7 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt._tiers.agent.messages import StepFetchRequest
+from ckpt._tiers.agent.messages import Call
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -213,16 +213,16 @@ def test_an_agent_that_is_killed_is_asked_again(tmp_path: Path) -> None:
     with manager(tmp_path) as mgr:
         mgr.latest_step()
         agent = mgr._service._agent  # type: ignore[union-attr]
-        tell = agent.tell
+        send = agent._send
 
-        def killed(message: Any) -> None:
-            if isinstance(message, StepFetchRequest):
-                agent.tell = tell
+        def killed(message: Any) -> bool:
+            if isinstance(message, Call):
+                agent._send = send
                 assert agent._process is not None
                 agent._process.kill()
                 agent._process.wait()
-            tell(message)
+            return bool(send(message))
 
-        agent.tell = killed
+        agent._send = killed
         assert mgr.prefetch(1).path == str(tmp_path / "disk/1")
     assert steps_of(tmp_path / "disk") == [1]

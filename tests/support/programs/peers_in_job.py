@@ -47,6 +47,7 @@ import ckpt
 import ckpt.storage
 import ckpt.sync
 from ckpt._tiers import peer_replication
+from ckpt._tiers.agent import client
 from tests.support.parts_of_states import is_right, state_of
 from tests.support.real_jobs import at, tell
 
@@ -65,7 +66,7 @@ if given.get("endpoints"):
 host = Path(given["hosts"][index])
 if given.get("boot_ids"):
     peer_replication._BOOT_ID = Path(given["boot_ids"][index])
-peer_replication._ANSWER_SECONDS = given.get("seconds", 200.0)
+client.ANSWER_SECONDS = given.get("seconds", 200.0)
 most = {"own": 0, "held": 0}
 
 
