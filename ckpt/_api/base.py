@@ -33,7 +33,6 @@ from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._resolve import PathLike, check_trash, open_root
 
 if TYPE_CHECKING:
-    from ckpt._tiers.factory import Service
     from ckpt._tiers.settings import SharedMemory, Tier
     from ckpt.coordination._base import Coordinator
     from ckpt.extensions import Extensions
@@ -130,14 +129,13 @@ class ManagerBase:
             metadata = plain_json("custom_metadata", dict(metadata))
         given_tiers = None
         if tiers not in ((), []):
-            from ckpt._tiers.factory import RunParts, check_tiers, with_tiers
+            from ckpt._tiers.factory import check_tiers, with_tiers
             from ckpt.coordination._jobs import job_of
 
             given_tiers = check_tiers(tiers, read_only=mode == "r", job=job_of(coordinator))
-        signals = () if save_when is None else signals_of(save_when)
         self._given, self._timeouts = root, timeouts
         self._loop = EngineLoop()
-        preemption = Preemption(signals)
+        preemption = Preemption(() if save_when is None else signals_of(save_when))
         commits = OpenCommits(on_failure)
 
         options = RootOptions(
@@ -151,11 +149,9 @@ class ManagerBase:
             metadata,
         )
         service = RootService(self._loop, storage, engine, options, preemption, commits, job)
-        self._service: Service = service
         if given_tiers is not None:
-            parts = options, preemption, signals, job_of(coordinator)
-            run = RunParts(self._loop, engine, root, storage.location, *parts)
-            self._service = with_tiers(given_tiers, service, run)
+            service = with_tiers(given_tiers, service, root, job_of(coordinator))
+        self._service: RootService = service
         run_at_exit(self._service.saves.finish_at_exit)
         weakref.finalize(self, self._loop.stop).atexit = False
 

@@ -244,7 +244,7 @@ class CheckpointManager(ManagedSteps):
             ```
         """
         # plain: self._loop.check_caller()
-        commit, job, staged = self._service.memory_for(step).start(
+        commit, job, staged = self._service.start_snapshot(
             step, state, items, metrics, custom_metadata
         )
         await waits.snapshot_taken(job, staged)

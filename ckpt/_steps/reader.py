@@ -57,7 +57,6 @@ logger = logging.getLogger("ckpt")
 _LATEST_TRIES = 20
 
 BeginsFrom = Callable[[Parent | None, int | None, RestoredState | None], None]
-_Load = Callable[[int | None], Awaitable[tuple[int | None, Any]]]
 
 
 class StepReader:
@@ -238,8 +237,7 @@ class StepReader:
         self, start: RunStart, options: RestoreOptions, caller: CallingThread
     ) -> tuple[int, Any]:
         """Restore the step of `start`; return the step after it, and the restored state."""
-        load = partial(self.load, options=options, caller=caller, latest=start.latest)
-        step, found = await self._newest(load, options, start)
+        step, found = await self._newest(options, caller, start)
         return check_step(step) + 1, found
 
     async def restore(
@@ -250,19 +248,18 @@ class StepReader:
         Several processes load the same step, and all of them fail if one does. If they share the
         bytes they read, programs that `caller` runs exchange them.
         """
-        load = partial(self.load, options=options, caller=caller)
         if step is not None:
-            return (await load(check_one_step(step, options)))[1]
-        return (await self._newest(load, options))[1]
+            return (await self.load(check_one_step(step, options), options, caller))[1]
+        return (await self._newest(options, caller))[1]
 
     async def _newest(
-        self, load: _Load, options: RestoreOptions, start: RunStart | None = None
+        self, options: RestoreOptions, caller: CallingThread, start: RunStart | None = None
     ) -> tuple[int | None, Any]:
         """Load the newest step; a warning names each step that is passed over.
 
         Args:
-            load: Loads a step; None is the latest.
             options: The options that say which steps are passed over.
+            caller: See `restore`.
             start: The start of a run, which saves passed-over steps anew; None for a mere restore.
         """
         first: CorruptCheckpointError | ItemDroppedError | None = None
@@ -271,14 +268,14 @@ class StepReader:
         wanted = options.healthy
         choose = partial(self.choice.step_for_all, wanted, tried, goes_back=start is not None)
         # Do not list every step yet: it takes long in a large root, and is seldom needed.
-        chosen = None if start is None else start.healthy
+        chosen, latest = (None, None) if start is None else (start.healthy, start.latest)
         if wanted is not None and chosen is None:
             chosen = await choose()
         while True:
             damage: str | None = None
             step = chosen
             try:
-                return await load(chosen)
+                return await self.load(chosen, options, caller, latest)
             except (StepDeletedError, StepNotFoundError):
                 # The step was deleted or replaced after the choice: choose again.
                 gone += 1

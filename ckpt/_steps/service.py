@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, get_args
+from typing import TYPE_CHECKING, Any, SupportsIndex, get_args
 
 from ckpt._arguments import check_step, number_of_seconds, one_of
-from ckpt._commit import StepInfo
+from ckpt._commit import Commit, StepInfo
 from ckpt._engine.engine import Engine
-from ckpt._runtime.loop import EngineLoop
+from ckpt._runtime.loop import EngineLoop, Job
 from ckpt._settings import IfTaken
 from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import Pin, pin, pins, unpin
@@ -196,13 +197,22 @@ class RootService:
         found = await self.root.processes.everywhere("empty-trash", 0, "emptying the trash", act)
         return [int(step) for step in found] if isinstance(found, list) else []
 
-    def memory_for(self, step: SupportsIndex) -> NoReturn:
-        """Refuse: without a tier in memory there is no place for snapshots."""
-        raise no_memory(step)
+    def start_snapshot(
+        self, step: SupportsIndex, *saved: Any
+    ) -> tuple[Commit, Job[None], Future[None]]:
+        """Refuse: there is no place in memory for snapshots."""
+        raise InvalidArgumentError(
+            "snapshot(): this manager has no tier in memory. Make it with "
+            "tiers=[ckpt.tiers.SharedMemory()], or use save()",
+            step=check_step(step),
+        )
 
     async def prefetch(self, step: int | None) -> StepInfo:
-        """Refuse: without a tier on a storage there is no nearer place for steps."""
-        raise no_tier()
+        """Refuse: there is no nearer place for steps."""
+        raise InvalidArgumentError(
+            "prefetch(): this manager has no nearer place to copy steps to. Make it with "
+            "tiers=[ckpt.tiers.Tier('/nvme/run')]; restore() reads from where the step is"
+        )
 
     async def idle(self) -> None:
         """Wait until every save that was started has ended, and the deletions after it."""
@@ -231,20 +241,3 @@ class RootService:
     def close(self, timeout: float | None = None, *, failed: bool = False) -> bool:
         """Wait for the saves, and end the loop; see `SaveQueue.close`."""
         return self.saves.close(timeout)
-
-
-def no_tier() -> InvalidArgumentError:
-    """Return the error of a prefetch in a manager without a nearer place."""
-    return InvalidArgumentError(
-        "prefetch(): this manager has no nearer place to copy steps to. Make it with "
-        "tiers=[ckpt.tiers.Tier('/nvme/run')]; restore() reads from where the step is"
-    )
-
-
-def no_memory(step: SupportsIndex) -> InvalidArgumentError:
-    """Return the error of a snapshot in a manager without a tier in memory."""
-    return InvalidArgumentError(
-        "snapshot(): this manager has no tier in memory. Make it with "
-        "tiers=[ckpt.tiers.SharedMemory()], or use save()",
-        step=check_step(step),
-    )

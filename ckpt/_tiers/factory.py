@@ -12,11 +12,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._arguments import invalid
-from ckpt._engine.engine import Engine
-from ckpt._runtime.loop import EngineLoop
 from ckpt._steps.factory import make_job
 from ckpt._steps.root import RootOptions
-from ckpt._steps.saves.commits import OpenCommits
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.service import RootService
 from ckpt._tiers.agent.client import AgentClient
@@ -44,27 +41,12 @@ from ckpt.storage._resolve import PathLike, local_path, open_root
 
 logger = logging.getLogger("ckpt")
 
-Service = RootService | TieredService
-
 
 class Tiers(Struct, frozen=True):
     """The tiers of a manager: the memory of its host, and places on a storage, nearest first."""
 
     memory: SharedMemory | None
     near: tuple[Tier, ...]
-
-
-class RunParts(Struct, frozen=True):
-    """The parts that the services of all tiers of a run share."""
-
-    loop: EngineLoop
-    engine: Engine
-    root: PathLike
-    location: str
-    options: RootOptions
-    preemption: Preemption
-    signals: tuple[int, ...]
-    job: Coordinator
 
 
 def check_tiers(tiers: object, *, read_only: bool, job: Coordinator) -> Tiers | None:
@@ -137,45 +119,45 @@ def _tier_of_process(near: Sequence[Tier], job: Coordinator) -> Tier:
 
 
 def with_tiers(
-    tiers: Tiers,
-    service: RootService,
-    run: RunParts,
+    tiers: Tiers, service: RootService, root: PathLike, job: Coordinator
 ) -> TieredService:
     """Return the service of a run with tiers.
 
     Args:
         tiers: The tiers.
         service: The service of the root.
-        run: The parts that all of them share.
+        root: The root, as it was given.
+        job: The job that this process is part of.
 
     Raises:
         InvalidArgumentError: The agent process cannot open one of the places, or two are the same.
     """
     # Each process of a job has a place of its own for its steps.
-    job, process = run.job, (run.job.process_index, run.job.process_count)
-    disks = OwnDisks(job, f"tier of {run.location}")
-    timeouts, commits = run.options.timeouts, service.saves.commits
+    process = job.process_index, job.process_count
+    location, engine, options = service.storage.location, service.engine, service.root.options
+    disks = OwnDisks(job, f"tier of {location}")
+    timeouts, commits = options.timeouts, service.saves.commits
     near = [
         RootService(
-            run.loop,
+            service.loop,
             open_root(tier.path, timeouts),
-            run.engine,
+            engine,
             replace(
-                run.options,
+                options,
                 keep=None if tier.keep is None else as_keep_rules(tier.keep),
                 deletion=None,
             ),
-            run.preemption,
+            service.preemption,
             commits,
-            make_job(disks, timeouts, run.location, run.engine),
+            make_job(disks, timeouts, location, engine),
         )
         for tier in tiers.near
     ]
-    places = [place_to_json(tier.path) for tier in tiers.near] + [place_to_json(run.root)]
+    places = [place_to_json(tier.path) for tier in tiers.near] + [place_to_json(root)]
     locations = [each.storage.location for each in (*near, service)]
-    for number, location in enumerate(locations):
-        if os.path.realpath(location) in map(os.path.realpath, locations[:number]):
-            raise InvalidArgumentError(f"tiers=: {location} is there twice")
+    for number, where in enumerate(locations):
+        if os.path.realpath(where) in map(os.path.realpath, locations[:number]):
+            raise InvalidArgumentError(f"tiers=: {where} is there twice")
     settings = tiers.memory
     folder: SharedFolder | None = None
     snapshots = None
@@ -183,7 +165,7 @@ def with_tiers(
         if has_own_disks(job):
             # The parts of a snapshot can be joined only in a root that all processes see.
             settings = dataclasses.replace(settings, flush=False)
-        folder = SharedFolder(folder_of(settings.directory, service.storage.location, *process))
+        folder = SharedFolder(folder_of(settings.directory, location, *process))
         snapshots = SnapshotSettings(
             str(folder.path),
             settings.flush,
@@ -195,7 +177,7 @@ def with_tiers(
     setup = AgentSetup(
         os.getpid(),
         places[-1],
-        tuple(sorted({int(signal.SIGTERM), *map(int, run.signals)})),
+        tuple(sorted({int(signal.SIGTERM), *map(int, service.preemption.signals)})),
         timeouts.exit,
         snapshots,
         tuple(
@@ -223,7 +205,7 @@ def with_tiers(
     if settings is not None and folder is not None:
         at_root = MemoryRoot(folder, service.storage, timeouts, process)
         copied = _copied_steps(settings, job)
-        in_memory = _service_of_memory(at_root, run, copied, commits)
+        in_memory = _service_of_memory(at_root, service, copied, job)
         peers = None
         if copied is not None and settings.peers is not None:
             peers = PeerReplication(settings.peers, job, in_memory, folder, copied, agent)
@@ -259,22 +241,22 @@ def _copied_steps(memory: SharedMemory, job: Coordinator) -> CopiedSteps | None:
 
 
 def _service_of_memory(
-    storage: MemoryRoot, run: RunParts, copied: CopiedSteps | None, commits: OpenCommits
+    storage: MemoryRoot, service: RootService, copied: CopiedSteps | None, job: Coordinator
 ) -> RootService:
     # The engine uses the same memory for staging, but no base step: reuse of unchanged files is
     # tracked for each root.
-    staging = dataclasses.replace(run.engine.staging, backlog="wait")
-    engine = replace(run.engine, staging=staging, base_step=None, writes_later=True)
-    timeouts = run.options.timeouts
+    staging = dataclasses.replace(service.engine.staging, backlog="wait")
+    engine = replace(service.engine, staging=staging, base_step=None, writes_later=True)
+    timeouts = service.root.options.timeouts
     # Snapshots may come every few seconds.
     options = RootOptions(
-        run.options.names,
+        service.root.names,
         timeouts,
         missing="empty",
         keep=copied or Latest(1),
         log_level=logging.DEBUG,
     )
-    job = make_job(
-        OwnDisks(run.job, f"snapshots of {run.location}"), timeouts, storage.location, engine
-    )
-    return RootService(run.loop, storage, engine, options, Preemption(), commits, job)
+    disks = OwnDisks(job, f"snapshots of {service.storage.location}")
+    own = make_job(disks, timeouts, storage.location, engine)
+    commits = service.saves.commits
+    return RootService(service.loop, storage, engine, options, Preemption(), commits, own)

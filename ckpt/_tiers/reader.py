@@ -20,9 +20,11 @@ from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import PassedOver
-from ckpt._steps.reader import StepReader, check_one_step, rank
+from ckpt._steps.opened import OpenedStep
+from ckpt._steps.reader import StepReader
 from ckpt._steps.restores.restore_options import RestoreOptions
 from ckpt._steps.restores.step_choice import RunStart
+from ckpt._steps.service import RootService
 from ckpt._steps.step_metadata import StepMetadata
 from ckpt._steps.unreadable import shortened
 from ckpt.errors import (
@@ -35,29 +37,14 @@ from ckpt.errors import (
 )
 from ckpt.keep._health import Healthy, check_healthy
 from ckpt.keep._questions import SavedStep
-from ckpt.keep._ranking import Metric, Mode
-from ckpt.storage._resolve import PathLike
 
 logger = logging.getLogger("ckpt")
 
 # Number of steps that may go while they are looked for; with more, something else is wrong.
 _MOST_GONE = 20
 
-_Load = Callable[[StepReader, int, Elsewhere], Awaitable[tuple[int | None, Any]]]
-
-
-class TierSteps(Struct, frozen=True):
-    """A tier for reading.
-
-    Attributes:
-        location: Path of the tier.
-        reader: Reads its steps.
-        may_fail: True if the run goes on without a tier that cannot be listed.
-    """
-
-    location: str
-    reader: StepReader
-    may_fail: bool
+# What is done at a place: gets its reader, the step, and what finds other copies of the step.
+_Look = Callable[[StepReader, int, Elsewhere], Awaitable[Any]]
 
 
 class _Place(Struct, frozen=True):
@@ -66,28 +53,43 @@ class _Place(Struct, frozen=True):
     Attributes:
         step: The step.
         number: Number of the tier; 0 is the nearest one.
+        tier: The tier.
         lacks_files: True if some of its files are missing or too short, so that no list has it.
         is_behind: True if the run went back behind it: its branch was given up.
     """
 
     step: int
     number: int
+    tier: RootService
     lacks_files: bool = False
     is_behind: bool = False
 
 
-class TieredReader:
-    """Reads what `StepReader` reads, from several tiers. Used on the engine's loop."""
+class TieredReader(StepReader):
+    """Reads the root, and the tiers that are nearer. Used on the engine's loop."""
 
-    def __init__(self, find_tiers: Callable[[], Awaitable[Sequence[TierSteps]]]) -> None:
+    def __init__(
+        self, root: RootService, find_tiers: Callable[[], Awaitable[Sequence[RootService]]]
+    ) -> None:
         """Read from the tiers that `find_tiers` opens, the nearest first, the root last."""
+        super().__init__(
+            root.storage,
+            root.root.index,
+            root.engine,
+            root.reader.ranking,
+            root.root.processes,
+            root.reader.begins_from,
+            may_write=True,
+        )
+        self.choice = root.reader.choice
+        self._root = root
         self._find_tiers = find_tiers
         # Tiers for which a warning has said that they cannot be listed.
-        self._said: set[str] = set()
+        self._said: set[RootService] = set()
 
     async def _listed(
         self, look: Callable[[StepReader], Awaitable[Iterable[int]]], *, ranks: bool = True
-    ) -> tuple[Sequence[TierSteps], list[_Place]]:
+    ) -> tuple[Sequence[RootService], list[_Place]]:
         """Return the tiers, and the places of steps that `look` finds: newest first, then nearest.
 
         Without `ranks` the order of the steps does not matter.
@@ -98,12 +100,12 @@ class TieredReader:
             try:
                 steps = await tier.reader.agreed(partial(look, tier.reader))
                 behind = await tier.reader.agreed(tier.reader.choice.left_behind) if ranks else ()
-                places += [_Place(step, number, is_behind=step in behind) for step in steps]
+                places += [_Place(step, number, tier, is_behind=step in behind) for step in steps]
             except StorageError as error:
-                if not tier.may_fail:
+                if tier is self._root:
                     raise
-                if tier.location not in self._said:
-                    self._said.add(tier.location)
+                if tier not in self._said:
+                    self._said.add(tier)
                     logger.warning("the steps of a tier are left out: %s", error)
         # Steps that the run has left behind come last, in case all others are gone.
         return tiers, sorted(places, key=lambda it: (it.is_behind, -it.step, it.number))
@@ -118,38 +120,31 @@ class TieredReader:
         _, places = await self._listed(partial(_latest, healthy=healthy))
         return places[0].step if places else None
 
-    async def best_step(self, metric: Metric | None, mode: Mode | None) -> int | None:
-        """Return the step with the best metric among all tiers."""
+    async def saved_steps(self) -> dict[int, SavedStep]:
+        """Return the steps of all tiers in the form that policies take, ascending."""
         found: dict[int, SavedStep] = {}
-        tiers, _ = await self._listed(_no_steps, ranks=False)
-        for tier in reversed(tiers):
+        for tier in reversed(await self._find_tiers()):
             found |= await tier.reader.saved_steps()
-        steps = [found[step] for step in sorted(found)]
-        return await run_in_thread(rank, steps, metric, mode, tiers[-1].reader.ranking)
+        return dict(sorted(found.items()))
 
     async def metadata(self, step: int | None) -> StepMetadata:
         """Return the metadata of a step, with the tiers that have it."""
-        tiers, places, found = await self._looked_at(
+        places, found = await self._looked_at(
             step, lambda reader, number, _: reader.metadata(number)
         )
-        where = tuple(tiers[place.number].location for place in places)
+        where = tuple(place.tier.storage.location for place in places)
         assert isinstance(found, StepMetadata)
         return replace(found, info=replace(found.info, tiers=where))
 
-    async def holders(self, step: int | None) -> tuple[int, list[int]]:
-        """Return a step, or the newest one, and the places that have the last save of it.
-
-        Returns:
-            The step, and the distance of each place from the end of all places, the nearest place
-            first: -1 is the root.
+    async def holders(self, step: int | None) -> tuple[int, list[RootService]]:
+        """Return a step, or the newest one, and the tiers that have its last save, nearest first.
 
         Raises:
             StepNotFoundError: There is no such step.
         """
-        tiers, places = await self._places_of(step, whole=True)
-        same = await _saved_last(tiers, places)
-        found = [place.number - len(tiers) for place in places if same.get(place, False)]
-        return places[0].step, found
+        places = await self._places_of(step, whole=True)
+        same = await _saved_last(places)
+        return places[0].step, [place.tier for place in places if same.get(place, False)]
 
     async def verify(
         self,
@@ -165,10 +160,9 @@ class TieredReader:
             The report of the first tier with a problem, or else of the last tier.
         """
         limits = deep, sample, seed, timeout
-        tiers, places = await self._listed(_looking_for(step), ranks=False)
-        if not places:
+        if not (await self._listed(_looking_for(step), ranks=False))[1]:
             # A step with a damaged manifest is not listed; the root reports it.
-            return await tiers[-1].reader.verify(step, *limits)
+            return await super().verify(step, *limits)
 
         async def look(reader: StepReader, number: int, _: object = None) -> VerifyReport:
             report = await reader.verify(number, *limits)
@@ -177,9 +171,9 @@ class TieredReader:
             return report
 
         try:
-            tiers, places, report = await self._looked_at(step, look, whole=False)
+            places, report = await self._looked_at(step, look, whole=False)
             for place in places[1:]:
-                report = await look(tiers[place.number].reader, place.step)
+                report = await look(place.tier.reader, place.step)
         except _Damaged as found:
             report = found.report
         assert isinstance(report, VerifyReport)
@@ -195,39 +189,27 @@ class TieredReader:
         if places:
             return RunStart(is_fresh=False)
         # The root looks for anything else that it may hold.
-        return await tiers[-1].reader.start_of_run(healthy)
+        return await super().start_of_run(healthy)
 
-    async def begin_from(self, source: PathLike, options: RestoreOptions) -> Any:
-        """Return the restored content of another run's checkpoint, from which this run begins."""
-        tiers = await self._find_tiers()
-        return await tiers[-1].reader.begin_from(source, options)
-
-    async def resume(
-        self, start: RunStart, options: RestoreOptions, caller: CallingThread
-    ) -> tuple[int, Any]:
-        """Restore the newest step; return the step after it, and the restored state."""
-        load = partial(_loaded, options=options, caller=caller)
-        step, found = await self._newest(load, options, goes_back=True)
-        return check_step(step) + 1, found
-
-    async def restore(
-        self, step: int | None, options: RestoreOptions, caller: CallingThread
-    ) -> Any:
-        """Load a step from the nearest tier that has it; see `StepReader.restore`.
+    async def load(
+        self,
+        step: int | None,
+        options: RestoreOptions,
+        caller: CallingThread,
+        latest: OpenedStep | None = None,
+        elsewhere: Elsewhere | None = None,
+    ) -> tuple[int | None, Any]:
+        """Load a step from the nearest tier that has it; see `StepReader.load`.
 
         Damaged parts are read from the farther tiers.
         """
-        load = partial(_loaded, options=options, caller=caller)
-        if step is None:
-            return (await self._newest(load, options))[1]
-        step = check_one_step(step, options)
-        tiers, places = await self._places_of(step, whole=False)
-        return (await self._first_of(tiers, places, load))[1]
+        places = await self._places_of(step, whole=False)
+        look = partial(_loaded, options=options, caller=caller)
+        found: tuple[int | None, Any] = await _first_of(places, look)
+        return found
 
-    async def _places_of(
-        self, step: int | None, *, whole: bool
-    ) -> tuple[Sequence[TierSteps], list[_Place]]:
-        """Return the tiers, and the places of a step, or of the newest one: its last save first.
+    async def _places_of(self, step: int | None, *, whole: bool) -> list[_Place]:
+        """Return the places of a step, or of the newest one: its last save first.
 
         Args:
             step: The step.
@@ -240,59 +222,41 @@ class TieredReader:
         if not places:
             steps = await self.all_steps()
             if step is not None and steps:
-                where = redact(tiers[-1].location)
+                where = redact(self._root.storage.location)
                 raise StepNotFoundError(
                     f"there is no such step; {where} and its tiers have steps {shortened(steps)}",
                     step=step,
                 )
             # The call raises an error that describes the other contents of the root.
-            await tiers[-1].reader.metadata(step)
+            await super().metadata(step)
             raise StepNotFoundError("it was written just now; look again", step=step)
         top = [place for place in places if place.step == places[0].step]
-        return tiers, await _latest_first(tiers, top if whole else _with_damaged(tiers, top))
+        return await _latest_first(top if whole else _with_damaged(tiers, top))
 
     async def _looked_at(
-        self,
-        step: int | None,
-        look: Callable[[StepReader, int, Elsewhere], Awaitable[Any]],
-        *,
-        whole: bool = True,
-    ) -> tuple[Sequence[TierSteps], list[_Place], Any]:
-        """Return the result of `look` at the first place of a step, with all its places.
+        self, step: int | None, look: _Look, *, whole: bool = True
+    ) -> tuple[list[_Place], Any]:
+        """Return all places of a step, and the result of `look` at the first one.
 
         A newer step may replace the newest one meanwhile: then `look` gets the newer one.
         """
         for turn in range(_MOST_GONE):
-            tiers, places = await self._places_of(step, whole=whole)
+            places = await self._places_of(step, whole=whole)
             try:
-                return tiers, places, await self._first_of(tiers, places, look)
+                return places, await _first_of(places, look)
             except StepNotFoundError:
                 if step is not None or turn == _MOST_GONE - 1:
                     raise
         raise AssertionError
 
-    async def _first_of(
-        self, tiers: Sequence[TierSteps], places: Sequence[_Place], load: Callable[..., Any]
-    ) -> Any:
-        """Return the result of the nearest place; warn about each damaged or missing copy."""
-        for place in places[:-1]:
-            elsewhere = partial(_copies_elsewhere, tiers, places, place)
-            try:
-                return await load(tiers[place.number].reader, place.step, elsewhere)
-            except (CorruptCheckpointError, StepNotFoundError, StorageError) as error:
-                _say_next(place, tiers, error)
-        last = places[-1]
-        elsewhere = partial(_copies_elsewhere, tiers, places, last)
-        return await load(tiers[last.number].reader, last.step, elsewhere)
-
     async def _newest(
-        self, load: _Load, options: RestoreOptions, *, goes_back: bool = False
+        self, options: RestoreOptions, caller: CallingThread, start: RunStart | None = None
     ) -> tuple[int | None, Any]:
         """Load the newest step, from the nearest tier that has it whole; see `StepReader`.
 
         A warning names each copy and each step that is passed over.
         """
-        wanted = options.healthy
+        wanted, goes_back = options.healthy, start is not None
         look = partial(_latest, healthy=False) if wanted is None else StepReader.all_steps
         tried: set[_Place] = set()
         first: Exception | None = None
@@ -311,35 +275,33 @@ class TieredReader:
                 continue
             if not left:
                 if first is None:
-                    await tiers[-1].reader.metadata(None)
+                    await super().metadata(None)
                     raise StepNotFoundError("a step was written just now; look again")
                 raise first
             same = _with_damaged(tiers, [p for p in places if p.step == left[0].step])
-            place = (await _latest_first(tiers, [p for p in same if p not in tried]))[0]
-            reader = tiers[place.number].reader
+            place = (await _latest_first([p for p in same if p not in tried]))[0]
+            reader, elsewhere = place.tier.reader, partial(_copies_elsewhere, same, place)
             try:
-                return await load(
-                    reader, place.step, partial(_copies_elsewhere, tiers, same, place)
-                )
+                return await reader.load(place.step, options, caller, elsewhere=elsewhere)
             except (StepDeletedError, StepNotFoundError) as error:
                 gone += 1
                 first = first or error
                 if gone == _MOST_GONE:
                     raise
             except (CorruptCheckpointError, ItemDroppedError, StorageError) as error:
-                if isinstance(error, StorageError) and not tiers[place.number].may_fail:
+                if isinstance(error, StorageError) and place.tier is self._root:
                     raise
                 first = first or error
                 top = place.step if top is None else top
                 if isinstance(error, CorruptCheckpointError):
                     await reader.choice.pass_over(place.step, error.message)
-                _say_next(place, tiers, error)
+                _say_next(place, error)
             tried.add(place)
             look = StepReader.all_steps
 
     async def _healthy(
         self,
-        tiers: Sequence[TierSteps],
+        tiers: Sequence[RootService],
         places: Sequence[_Place],
         wanted: Healthy,
         *,
@@ -354,8 +316,8 @@ class TieredReader:
         healthy = [p for p in places if reasons[p.number].get(p.step, "gone") is None]
         if places and not healthy:
             # The root, or the nearest tier with steps, raises an error with the reasons.
-            number = max(place.number for place in places)
-            await tiers[number].reader.choice.step_for_all(wanted, (), goes_back=goes_back)
+            last = max(places, key=lambda place: place.number)
+            await last.tier.reader.choice.step_for_all(wanted, (), goes_back=goes_back)
         newest = healthy[0].step if healthy else -1
         everywhere: dict[int, PassedOver] = {}
         for number, tier in enumerate(tiers):
@@ -384,6 +346,19 @@ async def _loaded(
     return await reader.load(step, options, caller, elsewhere=elsewhere)
 
 
+async def _first_of(places: Sequence[_Place], look: _Look) -> Any:
+    """Return the result of the nearest place; warn about each damaged or missing copy."""
+    for place in places:
+        try:
+            elsewhere = partial(_copies_elsewhere, places, place)
+            return await look(place.tier.reader, place.step, elsewhere)
+        except (CorruptCheckpointError, StepNotFoundError, StorageError) as error:
+            if place is places[-1]:
+                raise
+            _say_next(place, error)
+    raise AssertionError
+
+
 class _Damaged(Exception):
     """Ends the look at further places of a step."""
 
@@ -391,27 +366,25 @@ class _Damaged(Exception):
         self.report = report
 
 
-async def _latest_first(tiers: Sequence[TierSteps], places: list[_Place]) -> list[_Place]:
+async def _latest_first(places: list[_Place]) -> list[_Place]:
     """Return the places of a step: first those of its last save, the nearest first.
 
     One of the places may have another save of the step, with other contents.
     """
     if len(places) < 2:
         return places
-    is_last = await _saved_last(tiers, places)
+    is_last = await _saved_last(places)
     left = [place for place in places if is_last.get(place, False) or not place.lacks_files]
     return sorted(left, key=lambda place: not is_last.get(place, False))
 
 
-async def _saved_last(
-    tiers: Sequence[TierSteps], places: Sequence[_Place]
-) -> Mapping[_Place, bool]:
+async def _saved_last(places: Sequence[_Place]) -> Mapping[_Place, bool]:
     """Return, for the places that can be read, True if they have the last save of the step."""
     found: dict[_Place, Manifest] = {}
     for place in places:
         # An error is raised when the step is read.
         with contextlib.suppress(CheckpointError):
-            found[place] = await tiers[place.number].reader.manifest(place.step)
+            found[place] = await place.tier.reader.manifest(place.step)
     if not found:
         return {}
     last = max(found.values(), key=lambda manifest: manifest.created_ns)
@@ -421,11 +394,11 @@ async def _saved_last(
     }
 
 
-def _with_damaged(tiers: Sequence[TierSteps], places: Sequence[_Place]) -> list[_Place]:
+def _with_damaged(tiers: Sequence[RootService], places: Sequence[_Place]) -> list[_Place]:
     """Return the places of a step, and those that lack some of its files, the nearest first."""
     step, known = places[0].step, {place.number for place in places}
     damaged = [
-        _Place(step, number, lacks_files=True)
+        _Place(step, number, tier, lacks_files=True)
         for number, tier in enumerate(tiers)
         if number not in known and step in tier.reader.damaged
     ]
@@ -433,7 +406,7 @@ def _with_damaged(tiers: Sequence[TierSteps], places: Sequence[_Place]) -> list[
 
 
 async def _copies_elsewhere(
-    tiers: Sequence[TierSteps], places: Sequence[_Place], own: _Place, manifest: Manifest
+    places: Sequence[_Place], own: _Place, manifest: Manifest
 ) -> list[StepCopy]:
     """Return the copies of a step in other places than its own, the nearest first."""
     found = []
@@ -442,7 +415,7 @@ async def _copies_elsewhere(
             continue
         # Leave out a copy that cannot be read.
         with contextlib.suppress(CheckpointError):
-            copy = await tiers[place.number].reader.copy(place.step)
+            copy = await place.tier.reader.copy(place.step)
             if copy is not None and await run_in_thread(holds_the_same, manifest, copy.manifest):
                 found.append(copy)
     return found
@@ -461,14 +434,10 @@ async def _step_if_there(reader: StepReader, *, step: int) -> list[int]:
     return [step] if step in await reader.all_steps() else []
 
 
-async def _no_steps(reader: StepReader) -> list[int]:
-    return []
-
-
-def _say_next(place: _Place, tiers: Sequence[TierSteps], error: Exception) -> None:
+def _say_next(place: _Place, error: Exception) -> None:
     logger.warning(
         "step %d of %s is passed over for the next place or step: %s",
         place.step,
-        redact(tiers[place.number].location),
+        redact(place.tier.storage.location),
         error,
     )

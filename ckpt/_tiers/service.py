@@ -1,14 +1,15 @@
 """`TieredService`: the service of a run whose steps are in several places.
 
-It offers the same as `RootService`. Saves go to the nearest place on a storage, snapshots to
-memory, and reads take a step from the nearest place that has it.
+It is the service of the nearest place on a storage, to which saves go, with the other places in
+addition. Snapshots go to memory, and reads take a step from the nearest place that has it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, SupportsIndex
@@ -17,24 +18,17 @@ import anyio
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, StepInfo
-from ckpt._engine.engine import Engine
 from ckpt._format.history import Parent, ReplacedSave
 from ckpt._redaction import redact
-from ckpt._runtime.loop import EngineLoop, call_once
-from ckpt._settings import IfTaken
+from ckpt._runtime.loop import Job, call_once
 from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import Pin
-from ckpt._steps.removal.trash import StepTrash
 from ckpt._steps.restores.restored_state import RestoredState
-from ckpt._steps.root import Root
-from ckpt._steps.saves.partial import OpenSave
-from ckpt._steps.saves.preemption import Preemption
-from ckpt._steps.saves.queue import SaveQueue
-from ckpt._steps.service import RootService, no_memory, no_tier
+from ckpt._steps.service import RootService
 from ckpt._steps.unreadable import shortened
 from ckpt._tiers.agent.client import AgentClient
 from ckpt._tiers.memory import MemoryTier
-from ckpt._tiers.reader import TieredReader, TierSteps
+from ckpt._tiers.reader import TieredReader
 from ckpt._tiers.tier_drains import TierDrains
 from ckpt._tiers.tier_fetches import TierFetches
 from ckpt.errors import CheckpointError, InvalidArgumentError, StepNotFoundError, StorageError
@@ -46,12 +40,8 @@ logger = logging.getLogger("ckpt")
 _LAST_WORDS_SECONDS = 15.0
 
 
-class TieredService:
-    """The service of a run with tiers. Its coroutines run on the engine's loop.
-
-    Attributes:
-        reader: Reads the steps of all places.
-    """
+class TieredService(RootService):
+    """The service of a run with tiers. Its coroutines run on the engine's loop."""
 
     def __init__(
         self,
@@ -75,14 +65,19 @@ class TieredService:
             exit_seconds: Time for this at the end.
         """
         self._root = root
+        self._saver = saver = near[0] if near else root
+        self.loop, self.preemption = root.loop, root.preemption
+        # All saves and restores share an engine.
+        self.engine, self.root, self.saves = saver.engine, saver.root, saver.saves
+        self.trash = root.trash
         self._memory = memory
         self._drains = drains
         self._fetches = fetches
         self._agent = agent
         self._exit_seconds = exit_seconds
-        self._saver = near[0] if near else root
         self._services = [*near, root]
-        self.reader: TieredReader = TieredReader(self._tiers)
+        self._nearest = TieredReader(root, self._tiers)
+        self.reader = self._nearest
         self._is_open = False
         # Places that a warning has named because they could not be listed.
         self._said_untidy: list[RootService] = []
@@ -100,6 +95,7 @@ class TieredService:
             root.root.retention.protected_steps = lambda: root.saves.joined
         if memory is not None:
             memory.service.saves.prepare = self._remove_later_steps
+        self.reader.begins_from = self._begin_from
         for each in self._all:
             each.reader.begins_from = self._begin_from
             # In a job, the processes may see different steps in the places.
@@ -116,35 +112,9 @@ class TieredService:
         return [each.root.index for each in self._services]
 
     @property
-    def loop(self) -> EngineLoop:
-        return self._root.loop
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that all saves and restores share."""
-        return self._saver.engine
-
-    @property
     def storage(self) -> Storage:
         """Storage of the root."""
         return self._root.storage
-
-    @property
-    def root(self) -> Root:
-        """The place that saves go to."""
-        return self._saver.root
-
-    @property
-    def saves(self) -> SaveQueue:
-        return self._saver.saves
-
-    @property
-    def trash(self) -> StepTrash:
-        return self._root.trash
-
-    @property
-    def preemption(self) -> Preemption:
-        return self._saver.preemption
 
     def _begin_from(
         self, parent: Parent | None, restored: int | None, state: RestoredState | None
@@ -207,16 +177,10 @@ class TieredService:
                 await each.root.begin()
         return True
 
-    async def _tiers(self) -> Sequence[TierSteps]:
+    async def _tiers(self) -> Sequence[RootService]:
         await self.open()
         memory = self._memory
-        found = []
-        if memory is not None and await memory.open():
-            found.append(memory.service)
-        return [
-            TierSteps(each.storage.location, each.reader, may_fail=each is not self._root)
-            for each in [*found, *self._services]
-        ]
+        return self._all if memory is None or await memory.open() else self._services
 
     async def open(self) -> None:
         """Open all places; further calls do nothing."""
@@ -252,11 +216,12 @@ class TieredService:
         with anyio.move_on_after(self._exit_seconds):
             await self._tidy(places)
 
-    def memory_for(self, step: SupportsIndex) -> MemoryTier:
-        """Return the tier that takes a snapshot."""
-        if self._memory is None:
-            raise no_memory(step)
-        return self._memory
+    def start_snapshot(
+        self, step: SupportsIndex, *saved: Any
+    ) -> tuple[Commit, Job[None], Future[None]]:
+        """Start a snapshot; see `MemoryTier.start`."""
+        memory = self._memory
+        return super().start_snapshot(step) if memory is None else memory.start(step, *saved)
 
     async def prefetch(self, step: int | None) -> StepInfo:
         """Bring a step to the nearest place on a storage; see the managers."""
@@ -267,11 +232,10 @@ class TieredService:
                     f"prefetch(): a step is copied back whole, and in this job each of {count} "
                     "processes keeps its part. restore() reads it from the root"
                 )
-            raise no_tier()
-        number, holders = await self.reader.holders(None if step is None else check_step(step))
-        # The nearest place on a storage is 0; memory is nearer.
-        places = [holder + len(self._services) for holder in holders]
-        if all(place < 0 for place in places):
+            return await super().prefetch(step)
+        number, holders = await self._nearest.holders(None if step is None else check_step(step))
+        places = [self._services.index(each) for each in holders if each in self._services]
+        if not places:
             raise StepNotFoundError(
                 "it is only a snapshot in memory, which is nearer than any tier: save() the step",
                 step=number,
@@ -290,50 +254,20 @@ class TieredService:
     def saving(self) -> list[int]:
         return [step for each in self._all for step in each.saving]
 
-    async def wait_until_finished(self) -> None:
-        """Wait until every save has ended, and raise failures; see `SaveQueue.finished`."""
-        await self.saves.finished(self.idle)
-
-    def take_failure(self) -> BaseException | None:
-        """Return failures of saves and snapshots that nobody has checked, as one error."""
-        return self.saves.commits.take()
-
     def listen(self) -> None:
         """Handle signals from now on, if this is the main thread."""
-        self._saver.listen()
+        super().listen()
         self._agent.tap_signals()
 
     def stop_listening(self) -> None:
         """Put back the signal handlers that were there before `listen`."""
-        self._saver.stop_listening()
+        super().stop_listening()
         self._agent.untap_signals()
-
-    def start_partial(
-        self,
-        step: SupportsIndex,
-        metrics: Mapping[str, Any] | None,
-        metadata: Any,
-        *,
-        if_exists: IfTaken,
-    ) -> OpenSave:
-        """Return a save in parts; see `RootService.start_partial`."""
-        return self._saver.start_partial(step, metrics, metadata, if_exists=if_exists)
-
-    def reached_preemption(self, step: SupportsIndex) -> bool:
-        """Return True if the run is to end at `step`; called on the caller's thread."""
-        return self._saver.reached_preemption(step)
-
-    async def should_save(self, step: int) -> bool:
-        """Return True if the save policy wants `step`, or if the run ends there."""
-        return await self._saver.should_save(step)
 
     async def reload(self) -> None:
         """Forget everything that was read."""
         for each in self._all:
             await each.reload()
-
-    async def root_metadata(self) -> dict[str, Any]:
-        return await self._root.root_metadata()
 
     async def pin(self, step: int, name: str) -> None:
         """Protect a step from deletion in every place on a storage that has it."""

@@ -31,7 +31,7 @@ JOBS = (
 LINES = {
     "(jobs)": 3356,
     "(modules of the root)": 1540,
-    "_api": 998,
+    "_api": 994,
     # The right name for one that is unknown.
     "_api/hints": 86,
     "_calls": 811,
@@ -43,8 +43,8 @@ LINES = {
     "_plan": 3071,
     "_runtime": 676,
     "_runtime/jax_internals": 47,
-    "_steps": 4909,
-    "_tiers": 5107,
+    "_steps": 4905,
+    "_tiers": 5036,
     "_tree": 1472,
     # One spelling for leaves of items, in place of five.
     "_tree/item_leaves": 26,

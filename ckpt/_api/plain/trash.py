@@ -9,7 +9,7 @@ from ckpt._runtime.loop import EngineLoop
 from ckpt._steps.removal.trash import TrashedStep
 
 if TYPE_CHECKING:
-    from ckpt._tiers.factory import Service
+    from ckpt._steps.service import RootService
 
 
 class SyncTrash:
@@ -27,7 +27,7 @@ class SyncTrash:
         ```
     """
 
-    def __init__(self, loop: EngineLoop, service: Service) -> None:
+    def __init__(self, loop: EngineLoop, service: RootService) -> None:
         """Use the trash of the root that `service` serves."""
         self._loop = loop
         self._service = service

@@ -59,7 +59,7 @@ def manager(root: Path, memory: Path, **options: Any) -> ckpt.sync.CheckpointMan
 
 
 def agent_of(mgr: ckpt.sync.CheckpointManager) -> client.AgentClient:
-    found: client.AgentClient = mgr._service._agent  # type: ignore[union-attr]
+    found: client.AgentClient = mgr._service._agent  # type: ignore[attr-defined]
     return found
 
 

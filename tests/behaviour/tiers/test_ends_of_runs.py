@@ -42,7 +42,7 @@ def manager(base: Path, tier: dict[str, Any], **options: Any) -> ckpt.sync.Check
 @contextlib.contextmanager
 def agent_stopped(mgr: ckpt.sync.CheckpointManager) -> Iterator[None]:
     """Stop the agent while the body runs: nothing is copied meanwhile."""
-    agent = mgr._service._agent._process.pid  # type: ignore[union-attr]
+    agent = mgr._service._agent._process.pid  # type: ignore[attr-defined]
     os.kill(agent, signal.SIGSTOP)
     try:
         yield
@@ -168,7 +168,7 @@ def test_steps_of_an_agent_that_was_killed_stay(tmp_path: Path) -> None:
         for step in range(8):
             mgr.save(step, state_of(step)).result()
         mgr.wait_until_finished()
-        os.kill(mgr._service._agent._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        os.kill(mgr._service._agent._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     assert there(tmp_path) == list(range(8))
     with manager(tmp_path, {}):
         pass
@@ -183,7 +183,7 @@ def test_the_newest_step_of_a_killed_agent_gets_to_the_root(tmp_path: Path) -> N
         for step in (5, 7):
             mgr.save(step, state_of(step)).result()
         mgr.wait_until_finished()
-        os.kill(mgr._service._agent._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        os.kill(mgr._service._agent._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     assert there(tmp_path, at="root") == []
     with manager(tmp_path, {}, **options):
         pass

@@ -212,7 +212,7 @@ def test_an_agent_that_is_killed_is_asked_again(tmp_path: Path) -> None:
     in_root(tmp_path, 1)
     with manager(tmp_path) as mgr:
         mgr.latest_step()
-        agent = mgr._service._agent  # type: ignore[union-attr]
+        agent = mgr._service._agent  # type: ignore[attr-defined]
         send = agent._send
 
         def killed(message: Any) -> bool:

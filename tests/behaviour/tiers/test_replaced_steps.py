@@ -71,7 +71,7 @@ def test_the_outcome_of_a_replaced_save_is_not_that_of_the_new_one(
     with manager(tmp_path) as mgr:
         service = mgr._service
         mgr.save(4, state(4)).in_root.result(PATIENCE_S)
-        agent = service._agent._process.pid  # type: ignore[union-attr]
+        agent = service._agent._process.pid  # type: ignore[attr-defined]
         os.kill(agent, signal.SIGSTOP)
         try:
             saves, commits = [], []
@@ -80,10 +80,10 @@ def test_the_outcome_of_a_replaced_save_is_not_that_of_the_new_one(
                 commits[-1].result(PATIENCE_S)
                 saves.append(saved_at(tmp_path / "disk" / "4"))
             gone = TransferResult(0, 4, "deleted", problem="it is gone", save=saves[0])
-            service._drains.heard(gone)  # type: ignore[union-attr]
+            service._drains.heard(gone)  # type: ignore[attr-defined]
             assert not any(each.in_root.done() for each in commits)
             arrived_late = TransferResult(0, 4, "copied", save=saves[0])
-            service._drains.heard(arrived_late)  # type: ignore[union-attr]
+            service._drains.heard(arrived_late)  # type: ignore[attr-defined]
             assert [each.in_root.done() for each in commits] == [True, False]
         finally:
             os.kill(agent, signal.SIGCONT)
@@ -97,7 +97,7 @@ def test_what_another_run_has_saved_meanwhile_stays(
 ) -> None:
     run_a(tmp_path)
     with manager(tmp_path) as mgr:
-        agent = mgr._service._agent._process.pid  # type: ignore[union-attr]
+        agent = mgr._service._agent._process.pid  # type: ignore[attr-defined]
         os.kill(agent, signal.SIGSTOP)
         try:
             commit = mgr.save(4, state(4.5), if_exists="replace")

@@ -102,7 +102,7 @@ with ckpt.sync.CheckpointManager(root, tiers=[memory], timeouts=limits) as mgr:
     places = [] if found is None else list(mgr.metadata(found).info.tiers)
     right = start == 0 or is_right(state, start - 1)
     say("start", start, right)
-    say("agent", mgr._service._agent._process.pid)  # type: ignore[union-attr]
+    say("agent", mgr._service._agent._process.pid)  # type: ignore[attr-defined]
     first = start if given.get("first") is None else given["first"]
     commits = []
     if given.get("saves"):

@@ -49,7 +49,7 @@ with ckpt.sync.CheckpointManager(root, tiers=tiers, timeouts=limits) as mgr:
     places = [] if found is None else list(mgr.metadata(found).info.tiers)
     right = start == 0 or is_right(state, start - 1)
     os.write(1, f"start {start} {right}\n".encode())
-    os.write(1, f"agent {mgr._service._agent._process.pid}\n".encode())  # type: ignore[union-attr]
+    os.write(1, f"agent {mgr._service._agent._process.pid}\n".encode())  # type: ignore[attr-defined]
     step = start
     for _ in range(given.get("saves", 0)):
         commit = mgr.save(step, state_of(step))
