@@ -20,11 +20,9 @@ from msgspec.structs import replace
 import ckpt.sync
 from ckpt._format.manifest import decode, encode
 from ckpt._settings import Timeouts
-from ckpt._tiers.peers.fetch import fetch_part
-from ckpt._tiers.peers.handshake import new_key
 from ckpt._tiers.peers.parts import STEPS
-from ckpt._tiers.peers.protocol import PartOpenRequest
-from ckpt._tiers.peers.remote_part import Peer
+from ckpt._tiers.peers.remote_part import Peer, fetch_part
+from ckpt._tiers.peers.wire import PartOpenRequest, new_key
 from ckpt.storage._local.storage import LocalStorage
 
 __all__ = ["measured"]

@@ -30,8 +30,7 @@ from ckpt._tiers.peer_replication import CopiedSteps, PeerReplication
 from ckpt._tiers.service import TieredService
 from ckpt._tiers.settings import SharedMemory, Tier
 from ckpt._tiers.shared_folder import SharedFolder, folder_of
-from ckpt._tiers.tier_drains import TierDrains
-from ckpt._tiers.tier_fetches import TierFetches
+from ckpt._tiers.tier_drains import TierDrains, TierFetches
 from ckpt.coordination._base import Coordinator
 from ckpt.coordination._jobs import OwnDisks, has_own_disks
 from ckpt.errors import InvalidArgumentError

@@ -24,8 +24,7 @@ from ckpt._steps.service import RootService
 from ckpt._tiers.agent.client import AgentClient
 from ckpt._tiers.agent.messages import AgentMessage, FlushResult, FolderClaimed, StepInRoot, ToAgent
 from ckpt._tiers.peer_replication import PeerReplication
-from ckpt._tiers.peers.parts import snapshots_in
-from ckpt._tiers.peers.replica_parts import PRIVATE, remove_replicas
+from ckpt._tiers.peers.parts import PRIVATE, remove_replicas, snapshots_in
 from ckpt._tiers.settings import SharedMemory
 from ckpt._tiers.shared_folder import Found, SharedFolder
 from ckpt._tree.table import format_bytes

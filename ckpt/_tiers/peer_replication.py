@@ -36,10 +36,9 @@ from ckpt._tiers.agent.messages import (
     PartRemovalRequest,
     PeerRefused,
 )
-from ckpt._tiers.peers.handshake import new_key
-from ckpt._tiers.peers.parts import SnapshotPart, part_places
+from ckpt._tiers.peers.parts import SnapshotPart, has_replicas, part_places, remove_replicas
 from ckpt._tiers.peers.recovery import Inventory, Recovery, distance_between, recovery_of, why_not
-from ckpt._tiers.peers.replica_parts import has_replicas, remove_replicas
+from ckpt._tiers.peers.wire import new_key
 from ckpt._tiers.settings import LOOPBACK, PeerCopies
 from ckpt._tiers.shared_folder import SharedFolder, take_abandoned_of
 from ckpt._tree.table import format_bytes

@@ -29,8 +29,7 @@ from ckpt._steps.unreadable import shortened
 from ckpt._tiers.agent.client import AgentClient
 from ckpt._tiers.memory import MemoryTier
 from ckpt._tiers.reader import TieredReader
-from ckpt._tiers.tier_drains import TierDrains
-from ckpt._tiers.tier_fetches import TierFetches
+from ckpt._tiers.tier_drains import TierDrains, TierFetches
 from ckpt.errors import CheckpointError, InvalidArgumentError, StepNotFoundError, StorageError
 from ckpt.storage._base import Storage
 

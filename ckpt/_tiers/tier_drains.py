@@ -1,5 +1,7 @@
 """`TierDrains`: the choice of steps that are copied on from the tiers, and the outcomes.
 
+`TierFetches` copies steps back from farther places to the nearest tier on demand.
+
 The trainer decides, since policies are Python functions; its agent copies, and reports. In a job
 the primary decides for all, and each agent copies the part of its process. The retention of a tier
 keeps the steps that are still to be copied on.
@@ -8,12 +10,15 @@ keeps the steps that are still to be copied on.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import threading
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+
+import anyio
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, StepInfo, arrived, stays
@@ -26,20 +31,35 @@ from ckpt._steps.service import RootService
 from ckpt._tiers.agent.client import AgentClient
 from ckpt._tiers.agent.messages import (
     AgentMessage,
+    CallResult,
     DrainAccepted,
     StepAtTier,
+    StepFetchRequest,
     ToAgent,
     TransferResult,
 )
 from ckpt._tiers.drains.drain import missing
 from ckpt._tiers.settings import PART_FOLDER, Tier
 from ckpt._tree.table import format_bytes
-from ckpt.errors import CheckpointError
+from ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    StepDeletedError,
+    StepExistsError,
+    StepNotFoundError,
+    StorageError,
+)
 from ckpt.keep._questions import SavedStep
 from ckpt.save_when._save_policies import refusal_of
 from ckpt.storage._local.storage import LocalStorage
 
 logger = logging.getLogger("ckpt")
+
+# Name of the pin that protects a prefetched step from the preservation of its tier.
+PREFETCHED = "prefetched"
+# Tries to copy and pin a step that is deleted each time before it can be pinned.
+_TRIES = 3
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class TierDrains:
@@ -377,3 +397,78 @@ def _say_parts_of_others(service: RootService) -> None:
             processes.count,
             count,
         )
+
+
+class TierFetches:
+    """Copies steps back to the nearest tier. Its coroutines run on the engine's loop."""
+
+    def __init__(self, near: RootService, agent: AgentClient) -> None:
+        self._near = near
+        self._agent = agent
+        # Set on the engine's loop.
+        self._turn: anyio.Lock | None = None
+
+    async def fetch(self, step: int, places: Sequence[int]) -> None:
+        """Bring a step to the nearest tier, whole and pinned.
+
+        Args:
+            step: The step.
+            places: Numbers of the farther places that have it, the nearest first; empty if only the
+                nearest tier has it.
+
+        Raises:
+            StepExistsError: Another save of the step is in its place.
+            CheckpointError: No place could give a copy; this is the error of the first one.
+        """
+        self._turn = self._turn or anyio.Lock()
+        async with self._turn:
+            for turn in range(_TRIES):
+                await self._copy(step, places)
+                try:
+                    await self._near.pin(step, PREFETCHED)
+                    return
+                except StepNotFoundError:
+                    # The tier was tidied before the step was pinned.
+                    if turn == _TRIES - 1:
+                        raise
+
+    async def _copy(self, step: int, places: Sequence[int]) -> None:
+        first: CheckpointError | None = None
+        for place in places:
+            wanted = StepFetchRequest(place, step, self._near.root.names.name(step))
+            done = await self._agent.call(wanted, again=True)
+            error = self._error_of(wanted, done)
+            if error is None:
+                logger.info(
+                    "prefetched step %d to %s: %s in %.2f s",
+                    step,
+                    redact(self._near.storage.location),
+                    format_bytes(done.nbytes),
+                    done.seconds,
+                )
+                return
+            first = first or error
+            if done.outcome == "blocked" or done.errno in _FULL:
+                break
+        if first is not None:
+            raise first
+
+    def _error_of(self, wanted: StepFetchRequest, done: CallResult) -> CheckpointError | None:
+        step = wanted.step
+        if done.outcome in ("copied", "there"):
+            return None
+        if done.outcome == "blocked":
+            where = redact(f"{self._near.storage.location}/{wanted.step_dir}")
+            return StepExistsError(
+                f"{where} is another save of this step, or damaged beyond recognition: remove it "
+                f"first (ckpt rm). {done.problem}",
+                step=step,
+            )
+        if done.outcome == "damaged":
+            return CorruptCheckpointError(done.problem, step=step)
+        if done.outcome == "deleted":
+            return StepDeletedError(done.problem, step=step)
+        advice = ""
+        if done.errno in _FULL:
+            advice = ". Make room there: unpin what was prefetched before, or keep fewer steps"
+        return StorageError(f"{done.problem}{advice}", errno=done.errno, step=step)

@@ -14,11 +14,11 @@ import pytest
 import ckpt
 from ckpt._format.manifest import Manifest
 from ckpt._runtime.loop import call_once
+from ckpt._tiers.drains import join_notes
 from ckpt._tiers.drains.drain import DrainResult
 from ckpt._tiers.drains.drainer import Drainer, DrainRoute, draining
-from ckpt._tiers.joins import join_notes
-from ckpt._tiers.joins.note_formats import PARTS, STATES
-from ckpt._tiers.joins.part_transfer import part_transfer
+from ckpt._tiers.drains.join_notes import PARTS, STATES
+from ckpt._tiers.drains.leader import part_transfer
 from ckpt.storage._manifests import read_manifest
 from ckpt.storage._resolve import open_root
 from ckpt.testing.compare import differences

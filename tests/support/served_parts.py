@@ -18,17 +18,18 @@ from ckpt._format.manifest import decode, encode
 from ckpt._runtime.loop import call_once
 from ckpt._settings import Timeouts
 from ckpt._tiers.peers import server
-from ckpt._tiers.peers.fetch import fetch_part
-from ckpt._tiers.peers.handshake import new_key, new_nonce, proof_of
-from ckpt._tiers.peers.protocol import (
+from ckpt._tiers.peers.remote_part import Peer, fetch_part
+from ckpt._tiers.peers.server import PartServer
+from ckpt._tiers.peers.wire import (
     ClientProof,
     PartOpenRequest,
     PartOpenResult,
     ServerHello,
     ServerProof,
+    new_key,
+    new_nonce,
+    proof_of,
 )
-from ckpt._tiers.peers.remote_part import Peer
-from ckpt._tiers.peers.server import PartServer
 from ckpt.storage import Local
 from ckpt.storage._local.storage import LocalStorage
 

@@ -58,7 +58,6 @@ FLOORS = [
     {"_steps.factory"},
     {"_conversion", "_inspection"},
     {"_tiers.drains"},
-    {"_tiers.joins"},
     {"_tiers"},
     {"_calls", "tiers"},
     {"_api"},
@@ -314,7 +313,7 @@ def test_threads_are_asked_for_in_one_place() -> None:
         "ckpt._inspection.times.recorded_trace",
         "ckpt._inspection.machine.disk",
         "ckpt._tiers.drains.drainer",
-        "ckpt._tiers.joins.part_transfer",
+        "ckpt._tiers.drains.leader",
     ],
 )
 def test_tools_can_read_manifests_without_jax(module: str) -> None:

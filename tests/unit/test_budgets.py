@@ -44,7 +44,7 @@ LINES = {
     "_runtime": 676,
     "_runtime/jax_internals": 47,
     "_steps": 4905,
-    "_tiers": 5036,
+    "_tiers": 4975,
     "_tree": 1472,
     # One spelling for leaves of items, in place of five.
     "_tree/item_leaves": 26,
@@ -59,7 +59,7 @@ LINES = {
     "storage": 4584,
     "testing": 1575,
 }
-MODULES = 514
+MODULES = 502
 # A manager is opened, saves or restores three leaves, and is closed, in a new process.
 RUN = {
     "save": {"functions": 551, "modules": 103, "imported": 157},

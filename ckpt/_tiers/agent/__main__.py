@@ -17,8 +17,7 @@ from anyio.abc import TaskGroup
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tiers.agent.calls import AgentCalls
-from ckpt._tiers.agent.flush import FlushBudget, flush
-from ckpt._tiers.agent.flush_of_job import JobPart, flush_of_job
+from ckpt._tiers.agent.flush import FlushBudget, JobPart, flush, flush_of_job
 from ckpt._tiers.agent.messages import (
     AgentSetup,
     Call,

@@ -32,12 +32,10 @@ from ckpt._tiers.agent.messages import (
     TransferLeg,
     place_of_json,
 )
-from ckpt._tiers.peers.fetch import fetch_part
-from ckpt._tiers.peers.parts import STEPS, replica_root
-from ckpt._tiers.peers.protocol import PartOpenRequest
-from ckpt._tiers.peers.remote_part import Peer
-from ckpt._tiers.peers.replica_parts import remove_replicas, replica_storage
+from ckpt._tiers.peers.parts import STEPS, remove_replicas, replica_root, replica_storage
+from ckpt._tiers.peers.remote_part import Peer, fetch_part
 from ckpt._tiers.peers.server import serving
+from ckpt._tiers.peers.wire import PartOpenRequest
 from ckpt.errors import CheckpointError, StorageError
 from ckpt.storage._resolve import open_root
 

@@ -23,7 +23,7 @@ from ckpt._tiers.drains.drainer import (
     WholeStepTransfer,
     draining,
 )
-from ckpt._tiers.joins.part_transfer import part_transfer
+from ckpt._tiers.drains.leader import part_transfer
 from ckpt.errors import StorageError
 from ckpt.storage._resolve import open_root
 

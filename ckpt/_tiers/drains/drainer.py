@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
@@ -15,16 +16,15 @@ import anyio
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckpt._conversion.copies.step_copy import Pace
+from ckpt._arguments import shown
+from ckpt._conversion.copies.step_copy import Pace, at_once
 from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._conversion.copies.steps import refuse_same
 from ckpt._redaction import redact
 from ckpt._steps.pins import pins
 from ckpt._tiers.drains.drain import DrainResult, drain_step
-from ckpt._tiers.drains.drain_backlog import DrainBacklog, pause_after
-from ckpt._tiers.drains.drain_leases import DrainLeases
-from ckpt._tiers.drains.rate import paced
-from ckpt.errors import StorageError, located
+from ckpt._tiers.drains.drain_backlog import DrainBacklog, DrainLeases, pause_after
+from ckpt.errors import InvalidArgumentError, StorageError, located
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
 
@@ -369,3 +369,44 @@ def _wake_all(event: anyio.Event) -> anyio.Event:
     """Wake all waiters of an event; return a new event for later waiters."""
     event.set()
     return anyio.Event()
+
+
+class ByteRate:
+    """A limit of bytes per second. Pure: the time is an argument.
+
+    A piece may begin once all pieces promised before it are paid for. So in any time, the bytes of
+    the pieces that begin exceed the rate by one piece at most.
+    """
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._rate = bytes_per_second
+        # The time at which all promised pieces are paid for.
+        self._free = -math.inf
+
+    def wait_for(self, nbytes: int, now: float) -> float:
+        """Promise a piece; return the seconds until it may begin."""
+        begins = max(self._free, now)
+        self._free = begins + nbytes / self._rate
+        return begins - now
+
+
+def paced(bytes_per_second: float | None) -> Pace:
+    """Return a pace with this many bytes per second; None sets no limit.
+
+    Raises:
+        InvalidArgumentError: The rate is not a number above 0.
+    """
+    if bytes_per_second is None:
+        return at_once
+    given: object = bytes_per_second
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not is_number or not 0 < bytes_per_second < math.inf:
+        raise InvalidArgumentError(
+            f"bytes per second {shown(given)}: expected a number above 0, or None for no limit"
+        )
+    rate = ByteRate(bytes_per_second)
+
+    async def pace(nbytes: int) -> None:
+        await anyio.sleep(rate.wait_for(nbytes, anyio.current_time()))
+
+    return pace

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from msgspec import Struct
 
 from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, peek
+from ckpt._runtime.threads import run_in_thread
+from ckpt._settings import Timeouts
+from ckpt.storage._local.config import Local
+from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._local.sweep import is_unfinished
 
 STEPS, REPLICAS = "steps", "held"
+# Mode of the folders: memory is read by its owner alone.
+PRIVATE = 0o700
 
 
 class Snapshot(Struct, frozen=True, order=True):
@@ -82,3 +88,27 @@ def replica_roots(folder: Path) -> Iterator[tuple[int, Path]]:
 
 def replica_root(folder: Path, part: int) -> Path:
     return folder / REPLICAS / str(part)
+
+
+def replica_storage(place: Path) -> LocalStorage:
+    return LocalStorage(Local(place, permission_mode=PRIVATE), Timeouts())
+
+
+def has_replicas(folder: Path, goes: Callable[[int, int], bool]) -> bool:
+    """Return True if `remove_replicas` would remove anything. Blocks."""
+    return any(
+        goes(part, each.step) for part, root in replica_roots(folder) for each in snapshots_in(root)
+    )
+
+
+async def remove_replicas(folder: Path, goes: Callable[[int, int], bool]) -> None:
+    """Remove the held parts in a folder for which `goes` (of process and step) is true.
+
+    Raises:
+        StorageError: The system refused.
+    """
+    for part, root in await run_in_thread(lambda: list(replica_roots(folder))):
+        storage = replica_storage(root)
+        for each in await run_in_thread(snapshots_in, root):
+            if goes(part, each.step):
+                await storage.remove(each.step_dir)

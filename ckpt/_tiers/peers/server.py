@@ -15,9 +15,8 @@ import anyio.abc
 import anyio.lowlevel
 
 from ckpt._runtime.threads import run_in_thread
-from ckpt._tiers.peers.handshake import is_proof, new_nonce, proof_of
 from ckpt._tiers.peers.parts import part_places
-from ckpt._tiers.peers.protocol import (
+from ckpt._tiers.peers.wire import (
     HELLO_SECONDS,
     MOST_BYTES,
     MOST_HELLO_BYTES,
@@ -27,8 +26,12 @@ from ckpt._tiers.peers.protocol import (
     PartReadRequest,
     ServerHello,
     ServerProof,
+    Wire,
+    WireError,
+    is_proof,
+    new_nonce,
+    proof_of,
 )
-from ckpt._tiers.peers.wire import Wire, WireError
 
 _WAITING = 128
 # Limit of connections at a time: each peer has one, and others are refused and must try again.

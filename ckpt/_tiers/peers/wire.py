@@ -1,20 +1,46 @@
-"""`Wire`: lines and bytes over a TCP connection, each wait within a time limit.
+"""What the agents of a job say to each other over TCP, and how: JSON, one message per line.
 
-Every message is a line of JSON; the bytes of a file follow the line that tells their number.
+    server   ServerHello          a random number
+    client   ClientProof          another one, and the proof that it knows the key
+    server   ServerProof          its own proof
+    client   PartOpenRequest      the wanted part of a snapshot
+    server   PartOpenResult       the files of that part, or why there are none
+    client   PartReadRequest      a range of bytes of a file; repeated at will
+    server   these bytes
+
+The server only reads: it writes nothing that a client sends. A client can name only the files that
+the server has listed.
+
+Both send a random number, and prove the key by the HMAC of both numbers and of their own role. So
+the key is never sent, no proof is valid a second time, and no proof of one side is valid for the
+other. This is the mutual challenge and response of ISO/IEC 9798-4, with HMAC-SHA-256 (RFC 2104,
+RFC 6234).
 """
 
 from __future__ import annotations
 
 import errno
+import hmac
 import os
+import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, closing
-from typing import TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import anyio
 import anyio.lowlevel
 import msgspec
+from msgspec import Meta, Struct, field
+
+# Limits of a message without a proof so far, of other messages, and of the list of files.
+MOST_HELLO_BYTES, MOST_BYTES, MOST_FILES_BYTES = 1024, 1 << 16, 64 << 20
+# Time limit for the proofs.
+HELLO_SECONDS = 10.0
+
+Role = Literal["server", "client"]
+
+KEY_BYTES = NONCE_BYTES = 32
 
 T = TypeVar("T")
 
@@ -26,6 +52,102 @@ _TURN_BYTES = 1 << 20
 _NOT_TAKEN = "has taken nothing for"
 
 _encode = msgspec.json.Encoder().encode
+
+
+class ServerHello(Struct, frozen=True, tag="ckpt-parts-1"):
+    """The first line of a connection.
+
+    Attributes:
+        nonce: A random number of the server.
+    """
+
+    nonce: str
+
+
+class ClientProof(Struct, frozen=True, tag="answer"):
+    """The answer of the client.
+
+    Attributes:
+        nonce: A random number of the client.
+        proof: Result of `proof_of`.
+    """
+
+    nonce: str
+    proof: str
+
+
+class ServerProof(Struct, frozen=True, tag="welcome"):
+    """The server knows the key, too.
+
+    Attributes:
+        proof: Result of `proof_of`.
+    """
+
+    proof: str
+
+
+class PartOpenRequest(Struct, frozen=True, tag="open"):
+    """Asks for the part of a snapshot that one process has saved.
+
+    Attributes:
+        part: Number of that process.
+        step: The snapshot.
+        save: Its `Manifest.save`.
+    """
+
+    part: int
+    step: int
+    save: str
+
+
+class PartOpenResult(Struct, frozen=True, tag="opened"):
+    """The files of a part.
+
+    Attributes:
+        files: Size in bytes of each file, by path.
+        problem: Reason why there are none; empty if there are.
+    """
+
+    files: dict[str, Annotated[int, Meta(ge=0)]] = field(default_factory=dict)
+    problem: str = ""
+
+
+class PartReadRequest(Struct, frozen=True, tag="read"):
+    """Asks for bytes of a file; they follow at once.
+
+    Attributes:
+        path: One of the listed files.
+        offset: Offset of the first byte.
+        nbytes: Number of bytes.
+    """
+
+    path: str
+    offset: int
+    nbytes: int
+
+
+def new_key() -> str:
+    """Return a new key of a job, in hexadecimal."""
+    return secrets.token_hex(KEY_BYTES)
+
+
+def new_nonce() -> str:
+    """Return a random number that is used once, in hexadecimal."""
+    return secrets.token_hex(NONCE_BYTES)
+
+
+def proof_of(key: str, role: Role, server_nonce: str, client_nonce: str) -> str:
+    """Return the proof that one side of a connection knows the key."""
+    # The length prevents a client, which chooses its own number, from moving bytes between the two.
+    length = str(len(server_nonce))
+    said = "\0".join(["ckpt parts 1", role, length, server_nonce, client_nonce])
+    return hmac.new(bytes.fromhex(key), said.encode(), "sha256").hexdigest()
+
+
+def is_proof(given: str, key: str, role: Role, server_nonce: str, client_nonce: str) -> bool:
+    """Return True if the other side's proof is right; takes the same time for any answer."""
+    wanted = proof_of(key, role, server_nonce, client_nonce)
+    return hmac.compare_digest(given.encode(), wanted.encode())
 
 
 class WireError(Exception):

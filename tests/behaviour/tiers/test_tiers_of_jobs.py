@@ -15,7 +15,7 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt._settings import Timeouts
-from ckpt._tiers.agent.flush_of_job import JobPart, flush_of_job
+from ckpt._tiers.agent.flush import JobPart, flush_of_job
 from ckpt.coordination import OwnDisks
 from ckpt.errors import InvalidArgumentError, NotInRootError, StorageError
 from ckpt.storage._local.storage import LocalStorage

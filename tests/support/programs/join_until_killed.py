@@ -11,10 +11,10 @@ import sys
 
 import anyio
 
+from ckpt._tiers.drains import join_notes
 from ckpt._tiers.drains.drain import DrainResult
 from ckpt._tiers.drains.drainer import DrainRoute, draining
-from ckpt._tiers.joins import join_notes
-from ckpt._tiers.joins.part_transfer import part_transfer
+from ckpt._tiers.drains.leader import part_transfer
 from ckpt.storage._resolve import open_root
 
 near, far = sys.argv[1:3]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt._tiers.drains.rate import ByteRate, paced
+from ckpt._tiers.drains.drainer import ByteRate, paced
 from ckpt.errors import InvalidArgumentError
 from tests.support.virtual_time import in_made_up_time
 

@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt._tiers.joins.note_formats import (
+from ckpt._tiers.drains.join_notes import (
     PARTS,
     JoinInProgress,
     JoinResult,

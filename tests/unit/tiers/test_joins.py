@@ -22,15 +22,14 @@ import ckpt
 from ckpt._conversion.copies.step_copy import at_once
 from ckpt._runtime.loop import call_once
 from ckpt._tiers.drains import drainer as drainer_module
+from ckpt._tiers.drains import join_notes
 from ckpt._tiers.drains.drain import DrainResult
 from ckpt._tiers.drains.drain_backlog import DrainBacklog
 from ckpt._tiers.drains.drainer import DrainRoute, draining
-from ckpt._tiers.joins import join_notes
-from ckpt._tiers.joins.follower import Follower
-from ckpt._tiers.joins.join_notes import JoinNotes
-from ckpt._tiers.joins.join_part import save_at
-from ckpt._tiers.joins.note_formats import PARTS, STATES, JoinResult
-from ckpt._tiers.joins.part_transfer import part_transfer
+from ckpt._tiers.drains.follower import Follower
+from ckpt._tiers.drains.join_notes import PARTS, STATES, JoinNotes, JoinResult
+from ckpt._tiers.drains.join_part import save_at
+from ckpt._tiers.drains.leader import part_transfer
 from ckpt.storage._manifests import read_manifest
 from ckpt.storage._resolve import open_root
 from tests.support.drained_roots import attempts

@@ -18,18 +18,18 @@ import pytest
 import ckpt.sync
 from ckpt._runtime.loop import call_once
 from ckpt._tiers.peers import remote_part, wire
-from ckpt._tiers.peers.fetch import fetch_part
-from ckpt._tiers.peers.handshake import new_nonce, proof_of
-from ckpt._tiers.peers.protocol import (
+from ckpt._tiers.peers.remote_part import Peer, fetch_part
+from ckpt._tiers.peers.server import PartServer
+from ckpt._tiers.peers.wire import (
     ClientProof,
     PartOpenRequest,
     PartOpenResult,
     PartReadRequest,
     ServerHello,
     ServerProof,
+    new_nonce,
+    proof_of,
 )
-from ckpt._tiers.peers.remote_part import Peer
-from ckpt._tiers.peers.server import PartServer
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
 from ckpt.storage import Local
 from ckpt.testing.compare import differences

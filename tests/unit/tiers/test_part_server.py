@@ -16,15 +16,17 @@ import pytest
 
 from ckpt._runtime.loop import call_once
 from ckpt._tiers.peers import server, wire
-from ckpt._tiers.peers.handshake import new_key, new_nonce, proof_of
-from ckpt._tiers.peers.protocol import (
+from ckpt._tiers.peers.server import PartServer, serving
+from ckpt._tiers.peers.wire import (
     ClientProof,
     PartOpenRequest,
     PartOpenResult,
     PartReadRequest,
     ServerHello,
+    new_key,
+    new_nonce,
+    proof_of,
 )
-from ckpt._tiers.peers.server import PartServer, serving
 from tests.support.served_parts import ADDRESS, SAVE, Host, Raw
 
 PART = PartOpenRequest(1, 5, SAVE)

@@ -15,20 +15,21 @@ from msgspec import Struct
 
 from ckpt._conversion.copies.step_copy import ByteCounter, Pace, StepCopier
 from ckpt._conversion.copies.step_location import StepLocation
+from ckpt._tiers.drains import join_notes as times
 from ckpt._tiers.drains.drain import DrainResult
 from ckpt._tiers.drains.drain_backlog import DrainBacklog
 from ckpt._tiers.drains.drainer import DrainRoute
-from ckpt._tiers.joins import join_notes as times
-from ckpt._tiers.joins.join_notes import JoinNotes, silent_error
-from ckpt._tiers.joins.join_part import JoinPart, read_part, save_at
-from ckpt._tiers.joins.note_formats import (
+from ckpt._tiers.drains.join_notes import (
     JoinInProgress,
+    JoinNotes,
     JoinResult,
     JoinState,
     Kind,
     PartNote,
     Refusal,
+    silent_error,
 )
+from ckpt._tiers.drains.join_part import JoinPart, read_part, save_at
 from ckpt.errors import (
     CorruptCheckpointError,
     StepDeletedError,

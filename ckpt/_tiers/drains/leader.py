@@ -2,6 +2,7 @@
 
 It begins an ordinary attempt and announces it. While it copies its own files into it, the agents of
 the other parts do the same. Once all have reported, the step is an attempt like any other.
+`part_transfer` makes a leader, or a follower, for a drainer.
 """
 
 from __future__ import annotations
@@ -24,13 +25,20 @@ from ckpt._format.manifest import Manifest, sizes
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
+from ckpt._tiers.drains import join_notes as times
 from ckpt._tiers.drains.drain import DrainResult, Outcome
 from ckpt._tiers.drains.drain_backlog import DrainBacklog
-from ckpt._tiers.drains.drainer import DrainRoute
-from ckpt._tiers.joins import join_notes as times
-from ckpt._tiers.joins.join_notes import JoinNotes, silent_error
-from ckpt._tiers.joins.join_part import JoinPart, read_part, save_at
-from ckpt._tiers.joins.note_formats import JoinInProgress, JoinResult, PartNote, decode_refusal
+from ckpt._tiers.drains.drainer import DrainRoute, MakeStrategy, TransferStrategy
+from ckpt._tiers.drains.follower import Follower
+from ckpt._tiers.drains.join_notes import (
+    JoinInProgress,
+    JoinNotes,
+    JoinResult,
+    PartNote,
+    decode_refusal,
+    silent_error,
+)
+from ckpt._tiers.drains.join_part import JoinPart, read_part, save_at
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -349,3 +357,26 @@ async def _target_state(save: str, target: StepLocation) -> str:
             f"{target.location} is another step of that number, which is not replaced"
         )
     return "there" if await has_files(found, target) else "damaged"
+
+
+def part_transfer(process: int, count: int) -> MakeStrategy:
+    """Return the strategy that joins the parts of steps, for `draining`.
+
+    Args:
+        process: The number of the process whose disk is drained.
+        count: Number of processes.
+
+    Example:
+        ```python
+        async with draining(DrainRoute(disk, root), print, strategy=part_transfer(1, 4)) as drainer:
+            await drainer.request(100)
+            late = await drainer.finish(seconds=30)
+        ```
+    """
+
+    def make(route: DrainRoute, pace: Pace) -> TransferStrategy:
+        if process == 0:
+            return Leader(route, pace, count)
+        return Follower(route, pace, process, count)
+
+    return make
