@@ -30,7 +30,7 @@ from ckpt._tiers.peer_replication import CopiedSteps, PeerReplication
 from ckpt._tiers.service import TieredService
 from ckpt._tiers.settings import SharedMemory, Tier
 from ckpt._tiers.shared_folder import SharedFolder, folder_of
-from ckpt._tiers.tier_drains import TierDrains, TierFetches
+from ckpt._tiers.tier_drains import TierDrains
 from ckpt.coordination._base import Coordinator
 from ckpt.coordination._jobs import OwnDisks, has_own_disks
 from ckpt.errors import InvalidArgumentError
@@ -210,14 +210,12 @@ def with_tiers(
             peers = PeerReplication(settings.peers, job, in_memory, folder, copied, agent)
         memory = MemoryTier(settings, in_memory, folder, at_root, service.storage, agent, peers)
         parts.append(memory)
-    drains, fetches = None, None
+    drains = None
     if near:
         pairs = list(zip(near, tiers.near, strict=True))
         drains = TierDrains(pairs, service, agent)
         parts.append(drains)
-        if job.process_count == 1:
-            fetches = TierFetches(near[0], agent)
-    return TieredService(service, near, memory, drains, fetches, agent, timeouts.exit)
+    return TieredService(service, near, memory, drains, agent, timeouts.exit)
 
 
 def _copied_steps(memory: SharedMemory, job: Coordinator) -> CopiedSteps | None:

@@ -119,6 +119,8 @@ class MemoryTier:
         # The last reason that a warning gave for a snapshot that was not taken.
         self._said = ""
         self._flushed: FlushResult | None = None
+        # True if other processes have parts of the snapshots.
+        self.is_of_job: bool = service.root.processes.count > 1
         if peers is not None:
             service.saves.before_retention = self._copied
 
@@ -189,7 +191,7 @@ class MemoryTier:
             None,
             force=False,
             # The processes of a job cannot all replace their parts at once.
-            if_exists="replace" if self.service.root.processes.count == 1 else "error",
+            if_exists="error" if self.is_of_job else "replace",
             refuse=self._refusing(number, nbytes),
         )
 
@@ -212,7 +214,7 @@ class MemoryTier:
 
         In a job, remove this step, too: other processes may have lost their part of it.
         """
-        root, is_alone = self.service.root, self.service.root.processes.count == 1
+        root = self.service.root
         if await self.open():
             if step < self._saved.step:
                 # Greater steps in the root are no reason to leave this one unwritten, either.
@@ -220,7 +222,7 @@ class MemoryTier:
             if self._peers is not None:
                 await self._peers.forget(after=step - 1)
             for other in await root.index.refresh():
-                if other > step or (other == step and not is_alone):
+                if other > step or (other == step and self.is_of_job):
                     await root.retention.delete(other)
 
     async def _tidy(self) -> None:
@@ -318,11 +320,6 @@ class MemoryTier:
     def flushes(self) -> bool:
         """True if the last snapshot is written when the run ends."""
         return self._is_open and self._settings.flush
-
-    @property
-    def is_of_job(self) -> bool:
-        """True if other processes have parts of the snapshots."""
-        return self.service.root.processes.count > 1
 
     def leave(self) -> None:
         """Leave the last snapshot to the agent, which writes it together with other agents."""

@@ -29,7 +29,7 @@ from ckpt._steps.unreadable import shortened
 from ckpt._tiers.agent.client import AgentClient
 from ckpt._tiers.memory import MemoryTier
 from ckpt._tiers.reader import TieredReader
-from ckpt._tiers.tier_drains import TierDrains, TierFetches
+from ckpt._tiers.tier_drains import TierDrains
 from ckpt.errors import CheckpointError, InvalidArgumentError, StepNotFoundError, StorageError
 from ckpt.storage._base import Storage
 
@@ -48,7 +48,6 @@ class TieredService(RootService):
         near: Sequence[RootService],
         memory: MemoryTier | None,
         drains: TierDrains | None,
-        fetches: TierFetches | None,
         agent: AgentClient,
         exit_seconds: float,
     ) -> None:
@@ -59,7 +58,6 @@ class TieredService(RootService):
             near: Places on a storage, the nearest first.
             memory: Snapshots in memory.
             drains: Copies steps from place to place.
-            fetches: Copies steps back to the nearest place on a storage.
             agent: Client of the agent that makes these copies.
             exit_seconds: Time for this at the end.
         """
@@ -71,7 +69,6 @@ class TieredService(RootService):
         self.trash = root.trash
         self._memory = memory
         self._drains = drains
-        self._fetches = fetches
         self._agent = agent
         self._exit_seconds = exit_seconds
         self._services = [*near, root]
@@ -224,14 +221,14 @@ class TieredService(RootService):
 
     async def prefetch(self, step: int | None) -> StepInfo:
         """Bring a step to the nearest place on a storage; see the managers."""
-        if self._fetches is None:
-            count = self._root.root.processes.count
-            if count > 1 and len(self._services) > 1:
-                raise InvalidArgumentError(
-                    f"prefetch(): a step is copied back whole, and in this job each of {count} "
-                    "processes keeps its part. restore() reads it from the root"
-                )
+        if self._drains is None:
             return await super().prefetch(step)
+        count = self._root.root.processes.count
+        if count > 1:
+            raise InvalidArgumentError(
+                f"prefetch(): a step is copied back whole, and in this job each of {count} "
+                "processes keeps its part. restore() reads it from the root"
+            )
         number, holders = await self._nearest.holders(None if step is None else check_step(step))
         places = [self._services.index(each) for each in holders if each in self._services]
         if not places:
@@ -239,7 +236,7 @@ class TieredService(RootService):
                 "it is only a snapshot in memory, which is nearer than any tier: save() the step",
                 step=number,
             )
-        await self._fetches.fetch(number, [place for place in places if place > 0])
+        await self._drains.fetches.fetch(number, [place for place in places if place > 0])
         near = (await self._saver.reader.metadata(number)).info
         every = (await self.reader.metadata(number)).info
         return replace(near, tiers=every.tiers)

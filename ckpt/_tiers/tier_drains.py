@@ -63,7 +63,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class TierDrains:
-    """The copies of steps from tier to tier. Its coroutines run on the engine's loop."""
+    """The copies of steps from tier to tier. Its coroutines run on the engine's loop.
+
+    Attributes:
+        fetches: Copies steps back to the nearest tier.
+    """
 
     def __init__(
         self, tiers: Sequence[tuple[RootService, Tier]], root: RootService, agent: AgentClient
@@ -74,6 +78,7 @@ class TierDrains:
         self._targets = [*self._services[1:], root]
         self._root = root
         self._agent = agent
+        self.fetches: TierFetches = TierFetches(self._services[0], agent)
         self._guard = threading.Lock()
         # By tier, steps that the agent knows and has not copied yet.
         self._pending: list[dict[int, StepAtTier]] = [{} for _ in tiers]

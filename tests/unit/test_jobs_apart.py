@@ -26,8 +26,8 @@ OWN_ROOMS = (
 QUESTIONS = {
     "ckpt._engine.save.pipeline": 1,
     "ckpt._steps.factory": 1,
-    "ckpt._tiers.factory": 4,
-    "ckpt._tiers.memory": 4,
+    "ckpt._tiers.factory": 3,
+    "ckpt._tiers.memory": 2,
     "ckpt._tiers.peer_replication": 1,
     "ckpt._tiers.settings": 1,
     "ckpt._tiers.tier_drains": 1,

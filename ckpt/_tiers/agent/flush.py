@@ -333,10 +333,8 @@ class _Flush:
 
     def result(self, seconds: float) -> FlushResult:
         drained = self._drained
-        if drained is not None and drained.is_safe:
-            return FlushResult(drained.step, drained.seconds, drained.nbytes)
         if drained is not None:
-            return FlushResult(drained.step, problem=drained.reason or drained.outcome)
+            return FlushResult(drained.step, drained.seconds, drained.nbytes, drained.problem)
         count, newest = self._part.count, max(self._steps)
         if self._absent:
             shown = ", ".join(map(str, self._absent))

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import Struct
 
+from ckpt._tiers.drains.drain import DrainResult
 from ckpt.errors import InvalidArgumentError
 from ckpt.storage._local.config import Local
 from ckpt.storage._object.config import GCS, S3
@@ -250,26 +251,14 @@ class DrainAccepted(Struct, frozen=True, tag="held"):
     save: str = ""
 
 
-class TransferResult(Struct, frozen=True, tag="moved"):
+class TransferResult(DrainResult, frozen=True, tag="moved", omit_defaults=True):
     """The outcome of a step that was to be copied on.
 
     Attributes:
         leg: Number of the tier.
-        step: The step.
-        outcome: Outcome of a `DrainResult`, or `refused` by a storage.
-        nbytes: Copied bytes.
-        seconds: Duration.
-        problem: Reason why it was not copied; empty if it was.
-        save: `save_id` of what was to be copied; empty if it is unknown.
     """
 
-    leg: int
-    step: int
-    outcome: str
-    nbytes: int = 0
-    seconds: float = 0.0
-    problem: str = ""
-    save: str = ""
+    leg: int = 0
 
 
 class StepFetchRequest(Struct, frozen=True, tag="fetch"):

@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
+from msgspec.structs import asdict
+
 from ckpt._tiers.agent.messages import (
     DrainAccepted,
     FromAgent,
@@ -60,9 +62,8 @@ class TransferChain:
         try:
             held = await self._drainers[step.leg].request(step.step, step.save)
         except StorageError as error:
-            self._tell(
-                TransferResult(step.leg, step.step, "refused", 0, 0, error.message, step.save)
-            )
+            refused = DrainResult(step.step, "refused", reason=error.message, save=step.save)
+            self._note_result(step.leg, refused)
             return
         if held:
             self._tell(DrainAccepted(step.leg, step.step, step.save))
@@ -88,13 +89,9 @@ class TransferChain:
         return sorted(left)
 
     def _note_result(self, leg: int, drained: DrainResult) -> None:
-        problem = "" if drained.is_safe else drained.reason or drained.outcome
-        amount = drained.nbytes, drained.seconds
-        if not problem:
+        if drained.is_safe:
             self._moved[leg][drained.step] = drained.save
-        self._tell(
-            TransferResult(leg, drained.step, drained.outcome, *amount, problem, drained.save)
-        )
+        self._tell(TransferResult(**asdict(drained), leg=leg))
 
 
 @contextlib.asynccontextmanager

@@ -26,17 +26,18 @@ from ckpt.storage._base import Storage
 
 _PLAIN = Standard()
 
-Outcome = Literal["copied", "there", "damaged", "deleted", "blocked", "given up"]
+Outcome = Literal["copied", "there", "damaged", "deleted", "blocked", "given up", "refused"]
 
 
-class DrainResult(Struct, frozen=True):
-    """The outcome of a drain.
+class DrainResult(Struct, frozen=True, tag="ended", omit_defaults=True):
+    """The outcome of a drain; also that of one part of a step, and a message or a note about it.
 
     Attributes:
         step: The step.
         outcome: `copied`; `there` if the target had it; `damaged` or `deleted` if it could not be
             copied for that reason; `blocked` if another step has its name in the target; `given
-            up` if too many newer steps were waiting.
+            up` if too many newer steps were waiting; `refused` if a storage refused, and
+            the step does not wait.
         nbytes: Copied bytes, without those that an earlier drain had copied.
         seconds: Duration of the copy.
         reason: Reason why it was not copied, or None.
@@ -55,6 +56,11 @@ class DrainResult(Struct, frozen=True):
     def is_safe(self) -> bool:
         """True if the target has the step."""
         return self.outcome in ("copied", "there")
+
+    @property
+    def problem(self) -> str:
+        """Reason why the target does not have the step; empty if it does."""
+        return "" if self.is_safe else self.reason or self.outcome
 
 
 async def drain_step(

@@ -22,11 +22,9 @@ from ckpt._tiers.drains.drainer import DrainRoute
 from ckpt._tiers.drains.join_notes import (
     JoinInProgress,
     JoinNotes,
-    JoinResult,
     JoinState,
     Kind,
     PartNote,
-    Refusal,
     silent_error,
 )
 from ckpt._tiers.drains.join_part import JoinPart, read_part, save_at
@@ -82,7 +80,7 @@ class Follower:
         self._notes = JoinNotes(route.target)
         self._waiting: dict[int, _Waiting] = {}
         # Refusals that are still to be written, and the saves of written ones.
-        self._unsaid: dict[str, Refusal] = {}
+        self._unsaid: dict[str, DrainResult] = {}
         self._refused: set[str] | None = None
         self._found: JoinState | None = None
         # Times of the last news about a waiting step, and of the last look at the root.
@@ -131,7 +129,7 @@ class Follower:
         """Bring the part of a step, or return the result of the step if it has ended."""
         waiting, found = self._waiting[step], self._found
         source = self._route.place(self._route.source, step)
-        if isinstance(found, JoinResult):
+        if isinstance(found, DrainResult):
             outcome = "copied" if found.is_safe and waiting.nbytes else found.outcome
             took = waiting.nbytes, waiting.seconds
             return DrainResult(step, outcome, *took, found.reason, waiting.save)
@@ -169,7 +167,7 @@ class Follower:
         else:
             del self._waiting[drained.step]
         if save and not is_known:
-            self._unsaid[save] = Refusal(drained.outcome, drained.reason)
+            self._unsaid[save] = drained
             await self._refuse()
 
     async def tidy(self) -> None:
@@ -218,7 +216,7 @@ class Follower:
         state = found.state
         if waiting.doubted is not None and found.data != waiting.doubted[0]:
             waiting.doubted = None
-        if isinstance(state, JoinResult):
+        if isinstance(state, DrainResult):
             if is_new and state.is_safe and not await self._is_in_root(step, waiting.save):
                 # The step was removed from the root since, and the leader may join it again.
                 waiting.doubted = found.data, anyio.current_time() + times.STALE_SECONDS
@@ -233,7 +231,7 @@ class Follower:
         if in_root and await self._is_in_root(step, waiting.save):
             # The note about the result was missed.
             waiting.is_known = True
-            return JoinResult(step, "there")
+            return DrainResult(step, "there")
         return None
 
     async def _is_in_root(self, step: int, save: str) -> bool:

@@ -1,12 +1,12 @@
 """The notes that agents leave for each other in the root.
 
-The leader writes `JoinInProgress` or `JoinResult` to `.ckpt-joins/SAVE.lead`. The agent of part N
+The leader writes `JoinInProgress` or `DrainResult` to `.ckpt-joins/SAVE.lead`. The agent of part N
 answers in the folder `.ckpt-join-parts`:
 
 - `SAVE.ATTEMPT.N.alive`: it writes its files into this attempt.
 - `SAVE.ATTEMPT.N.done`: all its files are there. The note is the report of the part.
 - `SAVE.ATTEMPT.N.again`: it cannot go on in this attempt.
-- `SAVE.-.N.refused`: the part will not come; the note is a `Refusal`.
+- `SAVE.-.N.refused`: the part will not come; the note is a `DrainResult`.
 
 When a job has died, its agents also offer the snapshots that they can bring, so that all bring the
 same, in the folder `.ckpt-join-offers`.
@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from ckpt._format.manifest_head import INVALID, MAX_BYTES
-from ckpt._tiers.drains.drain import Outcome
+from ckpt._tiers.drains.drain import DrainResult
 from ckpt.errors import StorageError
 from ckpt.storage._base import Storage
 
@@ -69,40 +69,9 @@ class JoinInProgress(Struct, frozen=True, tag="led"):
     sign: int = 0
 
 
-class JoinResult(Struct, frozen=True, tag="ended"):
-    """The outcome of a join.
-
-    Attributes:
-        step: The step.
-        outcome: See `DrainResult`.
-        reason: Reason why the root does not have the step, or None.
-    """
-
-    step: int
-    outcome: Outcome
-    reason: str | None = None
-
-    @property
-    def is_safe(self) -> bool:
-        """True if the root has the step."""
-        return self.outcome in ("copied", "there")
-
-
-class Refusal(Struct, frozen=True):
-    """A part that will not come.
-
-    Attributes:
-        outcome: Outcome of the part; see `DrainResult`.
-        reason: Reason for it, or None.
-    """
-
-    outcome: Outcome
-    reason: str | None = None
-
-
-JoinState: TypeAlias = JoinInProgress | JoinResult
+JoinState: TypeAlias = JoinInProgress | DrainResult
 _STATES = msgspec.json.Decoder(JoinState)
-_REFUSALS = msgspec.json.Decoder(Refusal)
+_RESULTS = msgspec.json.Decoder(DrainResult)
 
 
 class PartNote(Struct, frozen=True):
@@ -147,7 +116,7 @@ def save_of(file: str) -> str | None:
     return file.removesuffix(_LEAD) if file.endswith(_LEAD) else None
 
 
-def encode(record: JoinState | Refusal) -> bytes:
+def encode(record: JoinState) -> bytes:
     return msgspec.json.encode(record)
 
 
@@ -159,12 +128,12 @@ def decode_state(data: bytes | None) -> JoinState | None:
         return None
 
 
-def decode_refusal(data: bytes | None) -> Refusal:
-    """Return the content of a refusal, or a `damaged` refusal if it cannot be read."""
+def decode_refusal(data: bytes | None) -> DrainResult:
+    """Return the content of a refusal; `damaged` if it cannot be read."""
     try:
-        return _REFUSALS.decode(data or b"")
+        return _RESULTS.decode(data or b"")
     except INVALID:
-        return Refusal("damaged", "its note cannot be read")
+        return DrainResult(-1, "damaged", reason="its note cannot be read")
 
 
 class JoinStateNote(Struct, frozen=True):
@@ -225,8 +194,8 @@ class JoinNotes:
         """Renew a sign of life; return False if the note is gone."""
         return await self._storage.touch_note(note.name)
 
-    async def put(self, note: PartNote, content: bytes | Refusal) -> None:
-        data = encode(content) if isinstance(content, Refusal) else content
+    async def put(self, note: PartNote, content: bytes | DrainResult) -> None:
+        data = encode(content) if isinstance(content, DrainResult) else content
         await self._storage.put_note(note.name, data, replace=True)
 
     async def read(self, note: PartNote) -> bytes | None:

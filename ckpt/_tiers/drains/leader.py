@@ -33,7 +33,6 @@ from ckpt._tiers.drains.follower import Follower
 from ckpt._tiers.drains.join_notes import (
     JoinInProgress,
     JoinNotes,
-    JoinResult,
     PartNote,
     decode_refusal,
     silent_error,
@@ -71,7 +70,7 @@ def _assemble_step(first: Manifest, reports: Sequence[bytes], attempt: Attempt) 
 class _JoinEndedError(CheckpointError):
     """Another agent has ended the join; carries the result."""
 
-    def __init__(self, ended: JoinResult) -> None:
+    def __init__(self, ended: DrainResult) -> None:
         super().__init__(ended.reason or ended.outcome)
         self.ended = ended
 
@@ -90,7 +89,7 @@ class Leader:
         self._notes = JoinNotes(route.target)
         self._saves: dict[int, str] = {}
         # Results by save that are still to be written.
-        self._untold: dict[str, JoinResult] = {}
+        self._untold: dict[str, DrainResult] = {}
         # Ids of the attempts that were begun here.
         self._attempts: set[str] = set()
         self._swept = -math.inf
@@ -129,7 +128,7 @@ class Leader:
         except CheckpointError as error:
             ended = result_of_error(error, step, source)
         seconds = max(time.perf_counter() - began, 0.0)
-        return DrainResult(step, ended.outcome, moved.nbytes, seconds, ended.reason, save)
+        return replace(ended, nbytes=moved.nbytes, seconds=seconds, save=save)
 
     async def ended(self, drained: DrainResult) -> None:
         """Publish the result of a step, and remove the notes of the other agents about it."""
@@ -138,7 +137,7 @@ class Leader:
         if save == newest:
             self._saves.pop(drained.step, None)
         if save:
-            self._untold[save] = JoinResult(drained.step, drained.outcome, drained.reason)
+            self._untold[save] = drained
             await self._tell()
             if anyio.current_time() - self._swept > times.KEPT_SECONDS:
                 await self._sweep_notes()
@@ -175,7 +174,7 @@ class Leader:
             before, seen = seen, await self._notes.state(save)
             if seen.data != before.data:
                 heard = anyio.current_time()
-        if isinstance(seen.state, JoinResult) and seen is not first:
+        if isinstance(seen.state, DrainResult) and seen is not first:
             raise _JoinEndedError(seen.state)
 
     async def _may_live(self, join: JoinInProgress) -> bool:
@@ -187,11 +186,11 @@ class Leader:
 
     async def _join_unless_there(
         self, step: int, part: JoinPart, target: StepLocation, moved: ByteCounter
-    ) -> JoinResult:
+    ) -> DrainResult:
         storage, save = target.storage, part.manifest.save
         found = await _target_state(save, target)
         if found == "there":
-            return JoinResult(step, "there")
+            return DrainResult(step, "there")
         is_left = False
 
         async def write(attempt: Attempt) -> Mapping[str, int]:
@@ -223,8 +222,8 @@ class Leader:
         except StepExistsError:
             if await _target_state(save, target) != "there":
                 raise
-            return JoinResult(step, "there")
-        return JoinResult(step, "copied")
+            return DrainResult(step, "there")
+        return DrainResult(step, "copied")
 
     async def _write(
         self, part: JoinPart, target: StepLocation, attempt: Attempt, moved: ByteCounter
@@ -280,7 +279,7 @@ class Leader:
             if anyio.current_time() - looked > times.LOOK_SECONDS:
                 looked = anyio.current_time()
                 if await save_at(self._route.target, join.step_dir) == save:
-                    raise _JoinEndedError(JoinResult(join.step, "there"))
+                    raise _JoinEndedError(DrainResult(join.step, "there"))
             notes = await self._notes.parts(save)
             await self._look_for_refusals(join, notes)
             done = [note for note in notes if note.kind == "done" and note.attempt == join.attempt]
@@ -317,7 +316,7 @@ class Leader:
             if note.kind == "refused":
                 refusal = decode_refusal(await self._notes.read(note))
                 reason = None if refusal.reason is None else f"{who}: {refusal.reason}"
-                raise _JoinEndedError(JoinResult(join.step, refusal.outcome, reason))
+                raise _JoinEndedError(replace(refusal, step=join.step, reason=reason))
             if note.kind == "again" and note.attempt == join.attempt:
                 raise StorageError(f"{self._where(join)}: {who} could not go on, and begins again")
 
@@ -325,14 +324,15 @@ class Leader:
         return f"{self._route.target.location}/{join.step_dir}"
 
 
-def result_of_error(error: CheckpointError, step: int, source: StepLocation) -> JoinResult:
+def result_of_error(error: CheckpointError, step: int, source: StepLocation) -> DrainResult:
     """Return the result of a join that ends with this error, which no storage raised."""
     if isinstance(error, _JoinEndedError):
         return error.ended
     if isinstance(error, StepNotFoundError):
-        return JoinResult(step, "deleted", f"{source.location} was deleted before it was copied")
+        reason = f"{source.location} was deleted before it was copied"
+        return DrainResult(step, "deleted", reason=reason)
     outcome: Outcome = "blocked" if isinstance(error, StepExistsError) else "damaged"
-    return JoinResult(step, outcome, error.message)
+    return DrainResult(step, outcome, reason=error.message)
 
 
 def _describe_processes(processes: Sequence[int], count: int) -> str:

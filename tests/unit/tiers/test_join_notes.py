@@ -8,14 +8,13 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt._tiers.drains.drain import DrainResult, Outcome
 from ckpt._tiers.drains.join_notes import (
     PARTS,
     JoinInProgress,
-    JoinResult,
     JoinState,
     Kind,
     PartNote,
-    Refusal,
     decode_refusal,
     decode_state,
     encode,
@@ -47,7 +46,16 @@ def test_what_others_leave_there_is_no_note(file: str) -> None:
     assert note is None or note.name.count(".") == file.count(".") + 1
 
 
-@given(st.one_of(st.from_type(JoinInProgress), st.from_type(JoinResult)))
+results = st.builds(
+    DrainResult,
+    st.integers(0, 2**31),
+    st.sampled_from(get_args(Outcome)),
+    reason=st.none() | st.text(),
+    save=st.text(),
+)
+
+
+@given(st.one_of(st.from_type(JoinInProgress), results))
 def test_what_a_lead_says_is_read(state: JoinState) -> None:
     # As a store renews it.
     assert decode_state(encode(state) + b" \t ") == state
@@ -56,10 +64,10 @@ def test_what_a_lead_says_is_read(state: JoinState) -> None:
 @given(st.binary())
 def test_a_note_that_cannot_be_read_is_no_error(data: bytes) -> None:
     decode_state(data)
-    assert isinstance(decode_refusal(data), Refusal)
+    assert isinstance(decode_refusal(data), DrainResult)
 
 
 def test_a_refusal_is_read() -> None:
-    refused = Refusal("damaged", "because")
+    refused = DrainResult(4, "damaged", reason="because")
     assert decode_refusal(msgspec.json.encode(refused)) == refused
     assert decode_state(None) is None

@@ -27,7 +27,7 @@ from ckpt._tiers.drains.drain import DrainResult
 from ckpt._tiers.drains.drain_backlog import DrainBacklog
 from ckpt._tiers.drains.drainer import DrainRoute, draining
 from ckpt._tiers.drains.follower import Follower
-from ckpt._tiers.drains.join_notes import PARTS, STATES, JoinNotes, JoinResult
+from ckpt._tiers.drains.join_notes import PARTS, STATES, JoinNotes
 from ckpt._tiers.drains.join_part import save_at
 from ckpt._tiers.drains.leader import part_transfer
 from ckpt.storage._manifests import read_manifest
@@ -511,9 +511,9 @@ def test_the_result_of_an_old_save_is_not_that_of_a_new_one(
 ) -> None:
     """The step is saved anew while a follower reads what has become of the old save."""
     follower, backlog = follower_of(agents), DrainBacklog(16)
-    results = iter([JoinResult(4, "deleted", "it is gone"), JoinResult(4, "copied")])
+    results = iter([DrainResult(4, "deleted", reason="it is gone"), DrainResult(4, "copied")])
 
-    async def look(step: int, *, in_root: bool) -> JoinResult:
+    async def look(step: int, *, in_root: bool) -> DrainResult:
         found = next(results)
         if not found.is_safe:
             await follower.add(4, "new")
