@@ -59,21 +59,17 @@ def check_tiers(tiers: object, *, read_only: bool, job: Coordinator) -> Tiers | 
         raise invalid("tiers", tiers, f"a list: tiers=[{tiers!r:.80}]")
     if not isinstance(tiers, Sequence) or isinstance(tiers, str | bytes):
         raise invalid("tiers", tiers, what)
-    memory: list[SharedMemory] = []
-    near: list[Tier] = []
-    for each in tiers:
-        if isinstance(each, SharedMemory):
-            if memory:
-                raise InvalidArgumentError("tiers=: one SharedMemory is enough for all snapshots")
-            if near:
-                raise InvalidArgumentError(
-                    "tiers=: the nearest place comes first: put SharedMemory before the others"
-                )
-            memory.append(each)
-        elif isinstance(each, Tier):
-            near.append(each)
-        else:
-            raise invalid("tiers", each, what)
+    wrong = [each for each in tiers if not isinstance(each, SharedMemory | Tier)]
+    if wrong:
+        raise invalid("tiers", wrong[0], what)
+    memory = [each for each in tiers if isinstance(each, SharedMemory)]
+    near = [each for each in tiers if isinstance(each, Tier)]
+    if len(memory) > 1:
+        raise InvalidArgumentError("tiers=: one SharedMemory is enough for all snapshots")
+    if memory and tiers[0] is not memory[0]:
+        raise InvalidArgumentError(
+            "tiers=: the nearest place comes first: put SharedMemory before the others"
+        )
     if not tiers:
         return None
     if read_only:
@@ -215,7 +211,7 @@ def with_tiers(
         pairs = list(zip(near, tiers.near, strict=True))
         drains = TierDrains(pairs, service, agent)
         parts.append(drains)
-    return TieredService(service, near, memory, drains, agent, timeouts.exit)
+    return TieredService(service, near, memory, drains, agent)
 
 
 def _copied_steps(memory: SharedMemory, job: Coordinator) -> CopiedSteps | None:

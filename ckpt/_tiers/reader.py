@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from msgspec import Struct
 
@@ -43,8 +43,9 @@ logger = logging.getLogger("ckpt")
 # Number of steps that may go while they are looked for; with more, something else is wrong.
 _MOST_GONE = 20
 
+T = TypeVar("T")
 # What is done at a place: gets its reader, the step, and what finds other copies of the step.
-_Look = Callable[[StepReader, int, Elsewhere], Awaitable[Any]]
+_Look: TypeAlias = Callable[[StepReader, int, Elsewhere], Awaitable[T]]
 
 
 class _Place(Struct, frozen=True):
@@ -133,7 +134,6 @@ class TieredReader(StepReader):
             step, lambda reader, number, _: reader.metadata(number)
         )
         where = tuple(place.tier.storage.location for place in places)
-        assert isinstance(found, StepMetadata)
         return replace(found, info=replace(found.info, tiers=where))
 
     async def holders(self, step: int | None) -> tuple[int, list[RootService]]:
@@ -163,20 +163,12 @@ class TieredReader(StepReader):
         if not (await self._listed(_looking_for(step), ranks=False))[1]:
             # A step with a damaged manifest is not listed; the root reports it.
             return await super().verify(step, *limits)
-
-        async def look(reader: StepReader, number: int, _: object = None) -> VerifyReport:
-            report = await reader.verify(number, *limits)
-            if not report.ok:
-                raise _Damaged(report)
-            return report
-
-        try:
-            places, report = await self._looked_at(step, look, whole=False)
-            for place in places[1:]:
-                report = await look(place.tier.reader, place.step)
-        except _Damaged as found:
-            report = found.report
-        assert isinstance(report, VerifyReport)
+        places, report = await self._looked_at(
+            step, lambda reader, number, _: reader.verify(number, *limits), whole=False
+        )
+        for place in places[1:]:
+            if report.ok:
+                report = await place.tier.reader.verify(place.step, *limits)
         return report
 
     async def start_of_run(self, healthy: bool | Healthy) -> RunStart:
@@ -203,10 +195,10 @@ class TieredReader(StepReader):
 
         Damaged parts are read from the farther tiers.
         """
-        places = await self._places_of(step, whole=False)
-        look = partial(_loaded, options=options, caller=caller)
-        found: tuple[int | None, Any] = await _first_of(places, look)
-        return found
+        return await _first_of(
+            await self._places_of(step, whole=False),
+            lambda reader, number, found: reader.load(number, options, caller, elsewhere=found),
+        )
 
     async def _places_of(self, step: int | None, *, whole: bool) -> list[_Place]:
         """Return the places of a step, or of the newest one: its last save first.
@@ -234,8 +226,8 @@ class TieredReader(StepReader):
         return await _latest_first(top if whole else _with_damaged(tiers, top))
 
     async def _looked_at(
-        self, step: int | None, look: _Look, *, whole: bool = True
-    ) -> tuple[list[_Place], Any]:
+        self, step: int | None, look: _Look[T], *, whole: bool = True
+    ) -> tuple[list[_Place], T]:
         """Return all places of a step, and the result of `look` at the first one.
 
         A newer step may replace the newest one meanwhile: then `look` gets the newer one.
@@ -335,18 +327,7 @@ class TieredReader(StepReader):
         return healthy
 
 
-async def _loaded(
-    reader: StepReader,
-    step: int,
-    elsewhere: Elsewhere,
-    *,
-    options: RestoreOptions,
-    caller: CallingThread,
-) -> tuple[int | None, Any]:
-    return await reader.load(step, options, caller, elsewhere=elsewhere)
-
-
-async def _first_of(places: Sequence[_Place], look: _Look) -> Any:
+async def _first_of(places: Sequence[_Place], look: _Look[T]) -> T:
     """Return the result of the nearest place; warn about each damaged or missing copy."""
     for place in places:
         try:
@@ -357,13 +338,6 @@ async def _first_of(places: Sequence[_Place], look: _Look) -> Any:
                 raise
             _say_next(place, error)
     raise AssertionError
-
-
-class _Damaged(Exception):
-    """Ends the look at further places of a step."""
-
-    def __init__(self, report: VerifyReport) -> None:
-        self.report = report
 
 
 async def _latest_first(places: list[_Place]) -> list[_Place]:

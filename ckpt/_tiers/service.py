@@ -49,7 +49,6 @@ class TieredService(RootService):
         memory: MemoryTier | None,
         drains: TierDrains | None,
         agent: AgentClient,
-        exit_seconds: float,
     ) -> None:
         """Serve a root, and the nearer places.
 
@@ -59,18 +58,15 @@ class TieredService(RootService):
             memory: Snapshots in memory.
             drains: Copies steps from place to place.
             agent: Client of the agent that makes these copies.
-            exit_seconds: Time for this at the end.
         """
-        self._root = root
-        self._saver = saver = near[0] if near else root
-        self.loop, self.preemption = root.loop, root.preemption
-        # All saves and restores share an engine.
-        self.engine, self.root, self.saves = saver.engine, saver.root, saver.saves
-        self.trash = root.trash
+        self._saver = near[0] if near else root
+        # In all that is not said otherwise here, it is the service of that place.
+        vars(self).update(vars(self._saver))
+        self._root, self.trash = root, root.trash
         self._memory = memory
         self._drains = drains
         self._agent = agent
-        self._exit_seconds = exit_seconds
+        self._exit_seconds = root.root.options.timeouts.exit
         self._services = [*near, root]
         self._nearest = TieredReader(root, self._tiers)
         self.reader = self._nearest

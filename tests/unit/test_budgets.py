@@ -44,7 +44,7 @@ LINES = {
     "_runtime": 676,
     "_runtime/jax_internals": 47,
     "_steps": 4905,
-    "_tiers": 4950,
+    "_tiers": 4925,
     "_tree": 1472,
     # One spelling for leaves of items, in place of five.
     "_tree/item_leaves": 26,
