@@ -8,7 +8,7 @@ from ckpt._api.base import ManagerBase
 from ckpt._api.trash import Trash
 from ckpt._commit import StepInfo
 from ckpt._steps.pins import Pin
-from ckpt.keep._health import Healthy
+from ckpt.keep._health import Healthy, check_healthy
 from ckpt.keep._ranking import Metric, Mode
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class ManagedSteps(ManagerBase):
             is_fresh = await mgr.latest_step() is None
             ```
         """
-        return await self._loop.run(self._service.reader.latest_step, healthy)
+        return await self._loop.run(self._service.reader.latest_step, check_healthy(healthy))
 
     async def best_step(self, metric: Metric | None = None, mode: Mode | None = None) -> int | None:
         """Return the committed step with the best metric, or None if no step has any metrics.

@@ -16,7 +16,7 @@ from ckpt._commit import Commit, StepInfo
 from ckpt._settings import ArrayMemory, IfExists, IfTaken
 from ckpt._steps.restores.restore_options import options_onto, restore_options
 from ckpt._steps.saves import after_saves
-from ckpt.keep._health import Healthy
+from ckpt.keep._health import Healthy, check_healthy
 from ckpt.storage._resolve import PathLike
 
 if TYPE_CHECKING:
@@ -337,9 +337,10 @@ class CheckpointManager(ManagedSteps):
             state = await mgr.restore(like=state)
             ```
         """
-        given = like, items, at, adapt, memory, check_devices, broadcast_bytes, fallback, healthy
-        restore = partial(after_saves.restore, self._service, step)
-        found: State = await self._loop.run_served(restore, restore_options(*given))
+        given = like, items, at, adapt, memory, check_devices, broadcast_bytes, fallback
+        wanted = check_healthy(healthy) if healthy is not False else None
+        call = self._service, step, restore_options(*given, wanted)
+        found: State = await self._loop.run_served(after_saves.restore, *call)
         return found
 
     @overload
@@ -432,16 +433,15 @@ class CheckpointManager(ManagedSteps):
         """
         from ckpt._api.resumption import fresh_state, resume_target, source_target
 
-        start = await self._loop.run(after_saves.start_of_run, self._service, healthy)
+        wanted = check_healthy(healthy) if healthy is not False else None
+        start = await self._loop.run(after_saves.start_of_run, self._service, wanted)
+        if start.is_fresh and source is None:
+            return 0, fresh_state(init, items)
+        adapt = adapt if start.is_fresh or source is None else None
+        target = (source_target if start.is_fresh else resume_target)(init, items, like, adapt)
+        options = options_onto(target, items, adapt, fallback, wanted)
         if start.is_fresh:
-            if source is None:
-                return 0, fresh_state(init, items)
-            target = source_target(init, items, like, adapt)
-            options = options_onto(target, items, adapt, fallback, healthy)
             return 0, await self._loop.run(self._service.reader.begin_from, source, options)
-        adapt = adapt if source is None else None
-        target = resume_target(init, items, like, adapt)
-        options = options_onto(target, items, adapt, fallback, healthy)
         return await self._loop.run_served(self._service.reader.resume, start, options)
 
     def watch(

@@ -47,7 +47,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     **{name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES if hasattr(ml_dtypes, name)},
 }
 # Floating dtypes that other numbers are not cast to: the first has only powers of two, without sign
-# and zero; the second has no NaN and no infinity, so that a diverged value would look healthy.
+# and zero; the second has no NaN and no infinity, so that a diverged value would look right.
 UNROUNDED = frozenset({"float8_e8m0fnu", "float4_e2m1fn"})
 
 

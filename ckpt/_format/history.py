@@ -15,6 +15,8 @@ WENT_BACK_NOTE = ".ckpt-run/went-back"
 _Text = Annotated[str, Meta(pattern=r"^[^\x00-\x1f]{1,200}\Z")]
 # Bounded as in the head of the manifest.
 _Number = Annotated[int, Meta(ge=0, le=1 << 62)]
+# Folder of a root to which a step is moved, so that its number can be saved anew; empty for none.
+Aside = Literal["", "damaged", "unhealthy", "abandoned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,12 @@ class ReplacedSave(Struct, frozen=True, omit_defaults=True):
     Attributes:
         created_ns: Time at which it began, in Unix nanoseconds.
         committed_ns: Time of its commit, in Unix nanoseconds; all copies of it have both times.
-        state: `damaged`, `unhealthy` or `abandoned` for a save that is moved aside; empty for a
-            save that is replaced.
+        state: Why it is moved aside; empty for a save that is replaced.
     """
 
     created_ns: _Number
     committed_ns: _Number
-    state: Literal["", "damaged", "unhealthy", "abandoned"] = ""
+    state: Aside = ""
 
 
 @dataclass(frozen=True, slots=True)

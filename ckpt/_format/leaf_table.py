@@ -376,6 +376,11 @@ class LeafTable(Sequence[LeafEntry]):
             assert len(columns.digests) == 2 * len(columns.offsets)
             ```
         """
+        signs: tuple[bytes, bytes, bytes, list[tuple[int, int]]] = b"", b"", b"", []
+        if self._signs is not None:
+            from ckpt._vitals.records import written
+
+            signs = written(self._signs)
         return LeafColumns(
             list(self.names),
             list(self.forms),
@@ -386,16 +391,9 @@ class LeafTable(Sequence[LeafEntry]):
             self.lengths.astype(_OFFSET).tobytes() if self.lengths.any() else b"",
             sorted(self.same_as.items()),
             sorted(self.values.items()),
-            *self._written_signs(),
+            *signs,
             [(n, list(processes)) for n, processes in sorted(self.unequal.items())],
         )
-
-    def _written_signs(self) -> tuple[bytes, bytes, bytes, list[tuple[int, int]]]:
-        if self._signs is None:
-            return b"", b"", b"", []
-        from ckpt._vitals.records import written
-
-        return written(self._signs)
 
     @property
     def signs(self) -> Records:

@@ -175,8 +175,8 @@ def _list_step(
         sorted(each.name for each in pinned),
         step.library or "ckpt",
         None if going is None else step.step in going.steps,
-        step.nonfinite_leaves,
-        step.unequal_leaves,
+        step.notes.nonfinite_leaves,
+        step.notes.unequal_leaves,
         [] if going is None else sorted(going.losing().get(step.step, ())),
         [each.item for each in step.dropped],
     )

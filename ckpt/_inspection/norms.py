@@ -121,7 +121,7 @@ class NormReader:
             StorageError: The root cannot be read.
         """
         listed = await self._root.index.refresh()
-        nonfinite = [step for step, each in listed.items() if each.nonfinite_leaves]
+        nonfinite = [step for step, each in listed.items() if each.notes.nonfinite_leaves]
         chosen = sorted({*chosen_steps(list(listed), self._most), *nonfinite[:1]})
         keys = {(each.step_dir, each.attempt, each.committed_ns) for each in listed.values()}
         self._known = {key: found for key, found in self._known.items() if key in keys}

@@ -190,11 +190,10 @@ def _lines(fingerprint: TreeFingerprint) -> list[Line]:
 Array = np.ndarray[Any, Any]
 
 _MAGIC = b"ckr3"
-# Numbers of files, chunks, bytes of the packed rows, vital signs and copies; for both fingerprints
-# the block and the number of bytes.
+# Numbers of files, chunks, bytes of the packed rows, both kinds of notes; for both fingerprints the
+# block and the number of bytes.
 _HEAD = struct.Struct("<4sQQQQQQQQQ")
-# The extension whose notes a report has room for, and the bytes of its records.
-_NOTED = "vital_signs"
+# Bytes of the records of the extension whose notes a report has room for.
 _RECORD_BYTES, _OTHER_BYTES = 32, 20
 _DATA_FILE = re.compile(r"d/([0-9a-f]{32})")
 
@@ -218,7 +217,7 @@ class ProcessReport(Struct, frozen=True):
         written, tree, values = self.written, self.tree, self.values
         rows = zlib.compress(b"".join(written.rows[name].tobytes() for name in ROW.names or ()), 1)
         counts: tuple[int, ...] = (len(written.files), len(written.rows), len(rows))
-        notes = written.notes.get(_NOTED)
+        notes = next(iter(written.notes.values()), None)
         counts += (0, 0) if notes is None else (len(notes.records), len(notes.others))
         blocks = (tree.block, len(tree.packed), values.block, len(values.packed))
         matches = [_DATA_FILE.fullmatch(path) for path in written.files]
@@ -249,13 +248,13 @@ class ProcessReport(Struct, frozen=True):
         body, checksum = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
         if len(body) < _HEAD.size or bytes.fromhex(digest(body)) != checksum:
             raise _malformed(data, "it is cut short, or was changed on its way")
-        magic, files, chunks, packed, signs, copies, *blocks = _HEAD.unpack_from(body)
+        magic, files, chunks, packed, noted, others, *blocks = _HEAD.unpack_from(body)
         tree_block, tree_bytes, value_block, value_bytes = blocks
         lengths = [DIGEST_BYTES, DIGEST_BYTES, files * DIGEST_BYTES, packed]
-        lengths += [chunks * DIGEST_BYTES, signs * _RECORD_BYTES, copies * _OTHER_BYTES]
+        lengths += [chunks * DIGEST_BYTES, noted * _RECORD_BYTES, others * _OTHER_BYTES]
         lengths += [tree_bytes, value_bytes]
-        if signs not in (0, chunks):
-            raise _malformed(data, f"it has the vital signs of {signs} of {chunks} chunks")
+        if noted not in (0, chunks):
+            raise _malformed(data, f"it has notes on {noted} of {chunks} chunks")
         if magic != _MAGIC or _HEAD.size + sum(lengths) != len(body):
             raise _malformed(data, "its parts do not have the lengths that they should have")
         parts = []
@@ -268,7 +267,7 @@ class ProcessReport(Struct, frozen=True):
             tuple(f"d/{names[start : start + 32]}" for start in range(0, len(names), 32)),
             _rows(parts[3], chunks, data),
             np.frombuffer(parts[4], np.uint8).reshape(chunks, DIGEST_BYTES),
-            _notes(chunks, parts[5], parts[6]) if signs or copies else {},
+            _notes(chunks, parts[5], parts[6]) if noted or others else {},
         )
         return ProcessReport(
             written,
@@ -278,10 +277,10 @@ class ProcessReport(Struct, frozen=True):
 
 
 def _notes(chunks: int, records: bytes, others: bytes) -> dict[str, ChunkNotes]:
-    from ckpt._vitals.records import COPY, SIGNS, no_signs
+    # Imported here: a job without extensions does without it.
+    from ckpt.extensions import reported_notes
 
-    found = np.frombuffer(records, SIGNS) if records else no_signs(chunks)
-    return {_NOTED: ChunkNotes(found, no_signs(1)[0], np.frombuffer(others, COPY))}
+    return reported_notes(chunks, records, others)
 
 
 def _rows(packed: bytes, chunks: int, data: bytes) -> Array:

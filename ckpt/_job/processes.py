@@ -11,6 +11,7 @@ from functools import partial
 from typing import NoReturn, TypeVar
 
 import anyio
+from msgspec.structs import asdict, astuple
 
 from ckpt._arguments import check_step, invalid
 from ckpt._engine.restore.step_files import Elsewhere
@@ -19,7 +20,7 @@ from ckpt._format.manifest import JsonValue, decode, encode
 from ckpt._job.agreement.heartbeat import beating
 from ckpt._job.agreement.operation import Operation, gathered
 from ckpt._job.agreement.peers import Peers
-from ckpt._job.all_disks import CommonSteps, health_data, health_on_all, join_health
+from ckpt._job.all_disks import CommonSteps, common_steps, join_notes, notes_data
 from ckpt._job.multihost_save import MultihostSave
 from ckpt._job.shared_reads import Broadcast
 from ckpt._job.solo_job import (
@@ -331,7 +332,7 @@ class SeparateRoots(_SeveralProcesses):
 
         `see` reads the steps on this disk; `judge` also gets leaves that are odd on other disks.
         """
-        async with self.peers.all_of("judge", "how healthy the steps are") as operation:
+        async with self.peers.all_of("judge", "which steps may be taken") as operation:
             common = await self._in_common(None, operation)
             own = judgements(await self._seen(see, common, operation), judge)
             every = await gathered(operation, list(own.values()), "judged")
@@ -448,15 +449,14 @@ class SeparateRoots(_SeveralProcesses):
         async with beating(operation):
             own = await see(common.own)
         everywhere = common.everywhere.values()
-        if not any(each.nonfinite_leaves or each.unequal_leaves for each in everywhere):
+        if not any(each.notes for each in everywhere):
             # No disk has odd leaves. The disks may differ only in whether that is known.
             return [
-                replace(step, nonfinite_leaves=each.nonfinite_leaves)
+                replace(step, **asdict(each.notes))
                 for step, each in zip(own, everywhere, strict=True)
             ]
-        return join_health(
-            own, await gathered(operation, await run_in_thread(health_data, own), "leaves")
-        )
+        told = await run_in_thread(notes_data, own)
+        return join_notes(own, await gathered(operation, told, "leaves"))
 
     async def _in_common(self, asked: int | None, operation: Operation) -> CommonSteps:
         """Return the steps that all processes have.
@@ -469,19 +469,11 @@ class SeparateRoots(_SeveralProcesses):
             found = await self._index.refresh()
         # A step counts only if all processes have published it, with parts of the same save.
         self._say_foreign([each.step for each in found.values() if each.is_foreign])
-        own: JsonValue = [
-            [each.step, each.save, each.nonfinite_leaves, each.unequal_leaves]
-            for each in found.values()
-        ]
+        own = [[each.step, each.save, list(astuple(each.notes))] for each in found.values()]
         every = await gathered(operation, [asked, own], "steps")
         for other, _ in every:
             self._check_same(asked, other)
-        disks = [{(step, save): counts for step, save, *counts in steps} for _, steps in every]
-        common = [key for key in sorted(set.intersection(*map(set, disks))) if key[1]]
-        return CommonSteps(
-            {step: found[step] for step, _ in common},
-            {key[0]: health_on_all(found[key[0]], [disk[key] for disk in disks]) for key in common},
-        )
+        return common_steps(found, [steps for _, steps in every])
 
     def _say_foreign(self, steps: list[int]) -> None:
         """Warn once that Orbax steps are left out: it is unknown which of them belong together."""

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from msgspec import Struct
 
 from ckpt._arguments import check_step
-from ckpt._format.history import WENT_BACK_NOTE, DroppedItem, left_behind
+from ckpt._format.history import WENT_BACK_NOTE, Aside, DroppedItem, left_behind
 from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, MAX_BYTES, Summary, peek
 from ckpt._format.metrics import flat_metrics, grouped_metrics
 from ckpt._format.step_files.item_file_names import is_item_name
@@ -33,6 +33,7 @@ from ckpt.errors import (
     StepNotFoundError,
     StorageError,
 )
+from ckpt.keep._questions import LeafNotes, notes_in
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
 
@@ -69,8 +70,7 @@ class IndexedStep(Struct, frozen=True):
         save: See `Manifest`.
         stored_bytes: Bytes of its files with the manifest; None for a step of another library.
         library: The other library that wrote it, `orbax` or `flax`; empty for this one.
-        nonfinite_leaves: See `Summary`.
-        unequal_leaves: See `Summary`.
+        notes: What extensions have noted about its leaves, without their names.
         left_behind: See `Manifest`.
         items: Names of its items; empty if they are unknown.
         dropped: The items that were taken out of it after its commit.
@@ -86,8 +86,7 @@ class IndexedStep(Struct, frozen=True):
     save: str = ""
     stored_bytes: int | None = None
     library: str = ""
-    nonfinite_leaves: int | None = None
-    unequal_leaves: int = 0
+    notes: LeafNotes = LeafNotes()
     left_behind: Sequence[int] = ()
     items: tuple[str, ...] = ()
     dropped: tuple[DroppedItem, ...] = ()
@@ -104,13 +103,13 @@ class PassedOver(Struct, frozen=True):
     Attributes:
         attempt: The attempt that wrote it; a step of another attempt may be whole.
         reason: The fault of the step.
-        state: `damaged`; `unhealthy` if the step is only not known to be healthy; `abandoned` if
-            the run had gone back behind it.
+        state: `damaged`; `abandoned` if the run had gone back behind it; or the opposite of what
+            steps were required to be. A save of the same number moves it to a folder of this name.
     """
 
     attempt: str
     reason: str
-    state: Literal["damaged", "unhealthy", "abandoned"] = "damaged"
+    state: Aside = "damaged"
 
 
 class StepIndex:
@@ -555,8 +554,7 @@ class StepIndex:
             None if summary.metrics is None else flat_metrics(summary.metrics),
             summary.save,
             summary.manifest_bytes + sum(each.size for each in summary.files.values()),
-            nonfinite_leaves=summary.nonfinite_leaves,
-            unequal_leaves=summary.unequal_leaves,
+            notes=notes_in(summary),
             left_behind=tuple(summary.left_behind),
             items=tuple(sorted(filter(is_item_name, {*summary.tops, *summary.fileless}))),
             dropped=tuple(summary.dropped),

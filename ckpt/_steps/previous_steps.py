@@ -3,70 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import anyio.from_thread
-from msgspec import Struct
+from msgspec.structs import asdict
 
 from ckpt._format.history import left_behind
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt.errors import CheckpointError, StorageError
-from ckpt.keep._questions import SavedStep
+from ckpt.keep._questions import LeafNotes, SavedStep
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import read_manifest
 
 if TYPE_CHECKING:
-    from ckpt._format.manifest import JsonValue, Manifest
+    from ckpt._format.manifest import JsonValue
 
 # Manifests that are read at the same time.
 _READS = 8
 
 
-def saved_step(indexed: IndexedStep, behind: Collection[int] = ()) -> SavedStep:
-    """Return a committed step in the form that policies take, without the names of leaves.
+def saved_step(
+    indexed: IndexedStep,
+    behind: Collection[int] = (),
+    notes: LeafNotes | None = None,
+    metadata: Any = None,
+) -> SavedStep:
+    """Return a committed step in the form that policies take.
 
     Args:
         indexed: The step.
         behind: Start times of the saves that the run went back behind.
+        notes: The notes on its leaves, by name; None for those in the head of its manifest.
+        metadata: Its `custom_metadata`, as far as policies get it.
     """
     return SavedStep(
         indexed.step,
         indexed.created_ns / 1e9,
         indexed.metrics,
-        indexed.nonfinite_leaves,
-        indexed.unequal_leaves,
         groups=indexed.groups,
         left_behind=indexed.created_ns in behind,
+        custom_metadata=metadata,
+        **asdict(indexed.notes if notes is None else notes),
     )
 
 
-class _UnhealthyStep(Struct, frozen=True):
-    """The odd leaves of a step; steps with equal leaves share one object.
+class NamedNotes:
+    """The notes on leaves of steps, with the names. Its coroutines run on the engine's loop.
 
-    Attributes:
-        nonfinite: Leaves with values that are not finite.
-        unequal: Leaves with unequal replicas.
-        unknown: Number of arrays without vital signs.
-    """
-
-    nonfinite: tuple[str, ...]
-    unequal: tuple[str, ...]
-    unknown: int
-
-
-class UnhealthyLeaves:
-    """The names of the odd leaves of unhealthy steps. Its coroutines run on the engine's loop.
-
-    The head of a manifest has only their number. So the whole manifest of a step with odd leaves is
-    read, once for each attempt; with `with_metadata`, the manifests of all steps are read.
+    The head of a manifest has only the number of these leaves. So the whole manifest of a step with
+    notes is read, once for each attempt; with `with_metadata`, the manifests of all steps are read.
     """
 
     def __init__(self, storage: Storage, *, with_metadata: bool = False) -> None:
         self._storage = storage
         self._with_metadata = with_metadata
-        self._known: dict[tuple[str, int | None, int], tuple[_UnhealthyStep, JsonValue]] = {}
+        self._known: dict[tuple[str, LeafNotes], tuple[LeafNotes, JsonValue]] = {}
         # Steps whose manifests the storage could not read in the last call.
         self.unread: frozenset[int] = frozenset()
 
@@ -76,18 +68,15 @@ class UnhealthyLeaves:
         A step that cannot be read, or was replaced meanwhile, has no names.
         """
         steps = list(found)
-        unhealthy = {
-            _key(each): each
+        wanted = {
+            (each.attempt, each.notes): each
             for each in steps
-            if each.nonfinite_leaves
-            or each.unequal_leaves
-            or (self._with_metadata and not each.is_foreign)
+            if each.notes or (self._with_metadata and not each.is_foreign)
         }
         # Collected in a new dict, since another call may look at other steps meanwhile.
-        found_now = {key: known for key, known in self._known.items() if key in unhealthy}
+        found_now = {key: known for key, known in self._known.items() if key in wanted}
         unread: set[int] = set()
         limiter = anyio.CapacityLimiter(_READS)
-        none = _UnhealthyStep((), (), 0)
         # A run that has diverged has the same odd leaves in every step: keep them once.
         same = {known: known for known, _ in found_now.values()}
 
@@ -101,44 +90,25 @@ class UnhealthyLeaves:
                 except CheckpointError:
                     return
                 if manifest.attempt == each.attempt:
-                    known = none
-                    if each.nonfinite_leaves or each.unequal_leaves:
-                        known = await run_in_thread(_unhealthy_leaves, manifest)
+                    known = each.notes
+                    if known:
+                        # Imported here: this needs numpy, and lists of steps do without it.
+                        from ckpt.extensions import notes_of_step
+
+                        known = await run_in_thread(notes_of_step, manifest)
                     metadata = manifest.metadata if self._with_metadata else None
-                    found_now[_key(each)] = same.setdefault(known, known), metadata
+                    found_now[each.attempt, each.notes] = same.setdefault(known, known), metadata
 
         async with anyio.create_task_group() as tasks:
-            for key, each in unhealthy.items():
+            for key, each in wanted.items():
                 if key not in found_now:
                     tasks.start_soon(read, each)
         self._known, self.unread = found_now, frozenset(unread)
-        behind = left_behind(steps)
-        leaves = [found_now.get(_key(each), (none, None)) for each in steps]
+        behind, unnamed = left_behind(steps), (None, None)
         return [
-            replace(
-                saved_step(step, behind),
-                nonfinite=known.nonfinite,
-                unequal=known.unequal,
-                unknown_leaves=known.unknown,
-                custom_metadata=metadata,
-            )
-            for step, (known, metadata) in zip(steps, leaves, strict=True)
+            saved_step(each, behind, *found_now.get((each.attempt, each.notes), unnamed))
+            for each in steps
         ]
-
-
-def _key(step: IndexedStep) -> tuple[str, int | None, int]:
-    return step.attempt, step.nonfinite_leaves, step.unequal_leaves
-
-
-def _unhealthy_leaves(manifest: Manifest) -> _UnhealthyStep:
-    # Imported here: this needs numpy, and lists of steps do without it.
-    from ckpt._vitals.stored_signs import nonfinite_leaves, unequal_leaves
-
-    return _UnhealthyStep(
-        tuple(nonfinite_leaves(manifest)),
-        tuple(unequal_leaves(manifest)),
-        manifest.unknown_leaves,
-    )
 
 
 class PreviousSteps(Sequence[SavedStep]):

@@ -36,8 +36,7 @@ from ckpt.errors import (
     StepNotFoundError,
     StorageError,
 )
-from ckpt.keep._health import Healthy, check_healthy
-from ckpt.keep._questions import SavedStep
+from ckpt.keep._questions import Requirement, SavedStep
 from ckpt.keep._ranking import Best, Metric, Mode, best_of
 from ckpt.storage._base import HasDirectories, Storage
 from ckpt.storage._manifests import refuse_deleted
@@ -93,11 +92,10 @@ class StepReader:
         """Return the committed steps, ascending."""
         return list(await self._processes.steps.refresh())
 
-    async def latest_step(self, healthy: bool | Healthy = False) -> int | None:
-        """Return the latest committed step, or the latest healthy one; None if there is none."""
-        wanted = check_healthy(healthy)
+    async def latest_step(self, wanted: Requirement | None = None) -> int | None:
+        """Return the latest committed step that is as required; None if there is none."""
         if wanted is not None:
-            return (await self.choice.healthy_step(wanted))[0]
+            return (await self.choice.greatest(wanted))[0]
         latest = await self._processes.steps.latest()
         return None if latest is None else latest.step
 
@@ -154,9 +152,9 @@ class StepReader:
         files = files_of(self._storage, opened.step_dir, opened.manifest)
         return StepCopy(redact(self._storage.location), opened.manifest, files)
 
-    async def start_of_run(self, healthy: bool | Healthy) -> RunStart:
+    async def start_of_run(self, wanted: Requirement | None) -> RunStart:
         """Return how the run begins or goes on; see `StepChoice`."""
-        return await self.choice.start_of_run(check_healthy(healthy))
+        return await self.choice.start_of_run(wanted)
 
     async def verify(
         self,
@@ -265,10 +263,10 @@ class StepReader:
         first: CorruptCheckpointError | ItemDroppedError | None = None
         tried: set[int] = set()
         gone = 0
-        wanted = options.healthy
+        wanted = options.wanted
         choose = partial(self.choice.step_for_all, wanted, tried, goes_back=start is not None)
         # Do not list every step yet: it takes long in a large root, and is seldom needed.
-        chosen, latest = (None, None) if start is None else (start.healthy, start.latest)
+        chosen, latest = (None, None) if start is None else (start.chosen, start.latest)
         if wanted is not None and chosen is None:
             chosen = await choose()
         while True:
@@ -428,16 +426,16 @@ def check_one_step(step: object, options: RestoreOptions) -> int:
     Raises:
         InvalidArgumentError: An option was given, too, that makes sense only without a step.
     """
-    number = check_step(step)
-    for name, given, kind in (
-        ("fallback=True", options.fallback, "whole"),
-        ("healthy=...", options.healthy is not None, "healthy"),
-    ):
-        if given:
-            raise InvalidArgumentError(
-                f"restore({name}) takes the newest step that is {kind}: leave the step out",
-                step=number,
-            )
+    number, wanted = check_step(step), options.wanted
+    given = ("fallback=True", "whole") if options.fallback else None
+    if given is None and wanted is not None:
+        given = f"{wanted.name}=...", wanted.name
+    if given is not None:
+        name, kind = given
+        raise InvalidArgumentError(
+            f"restore({name}) takes the newest step that is {kind}: leave the step out",
+            step=number,
+        )
     return number
 
 

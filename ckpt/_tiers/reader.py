@@ -35,8 +35,7 @@ from ckpt.errors import (
     StepNotFoundError,
     StorageError,
 )
-from ckpt.keep._health import Healthy, check_healthy
-from ckpt.keep._questions import SavedStep
+from ckpt.keep._questions import Requirement, SavedStep
 
 logger = logging.getLogger("ckpt")
 
@@ -116,9 +115,9 @@ class TieredReader(StepReader):
         _, places = await self._listed(StepReader.all_steps, ranks=False)
         return sorted({place.step for place in places})
 
-    async def latest_step(self, healthy: bool | Healthy = False) -> int | None:
-        """Return the latest step of all tiers, or the latest healthy one."""
-        _, places = await self._listed(partial(_latest, healthy=healthy))
+    async def latest_step(self, wanted: Requirement | None = None) -> int | None:
+        """Return the latest step of all tiers that is as required."""
+        _, places = await self._listed(partial(_latest, wanted=wanted))
         return places[0].step if places else None
 
     async def saved_steps(self) -> dict[int, SavedStep]:
@@ -171,17 +170,16 @@ class TieredReader(StepReader):
                 report = await place.tier.reader.verify(place.step, *limits)
         return report
 
-    async def start_of_run(self, healthy: bool | Healthy) -> RunStart:
+    async def start_of_run(self, wanted: Requirement | None) -> RunStart:
         """Return the start of the run: from scratch if no tier has a step."""
-        check_healthy(healthy)
-        tiers, places = await self._listed(partial(_latest, healthy=False))
+        tiers, places = await self._listed(_latest)
         for tier in tiers:
             with contextlib.suppress(StorageError):
                 tier.reader.choice.pass_over_all(await tier.reader.choice.left_behind())
         if places:
             return RunStart(is_fresh=False)
         # The root looks for anything else that it may hold.
-        return await super().start_of_run(healthy)
+        return await super().start_of_run(wanted)
 
     async def load(
         self,
@@ -248,8 +246,8 @@ class TieredReader(StepReader):
 
         A warning names each copy and each step that is passed over.
         """
-        wanted, goes_back = options.healthy, start is not None
-        look = partial(_latest, healthy=False) if wanted is None else StepReader.all_steps
+        wanted, goes_back = options.wanted, start is not None
+        look = _latest if wanted is None else StepReader.all_steps
         tried: set[_Place] = set()
         first: Exception | None = None
         top: int | None = None
@@ -295,7 +293,7 @@ class TieredReader(StepReader):
         self,
         tiers: Sequence[RootService],
         places: Sequence[_Place],
-        wanted: Healthy,
+        wanted: Requirement,
         *,
         goes_back: bool,
     ) -> list[_Place]:
@@ -318,7 +316,7 @@ class TieredReader(StepReader):
                 for step, why in reasons[number].items()
                 if why is not None and step > newest
             }
-            tier.reader.choice.say_passed(newest, passed)
+            tier.reader.choice.say_passed(wanted, newest, passed)
             everywhere |= passed
         if goes_back:
             # Tell all tiers: an agent may be writing a step of the memory to the root just now.
@@ -399,8 +397,8 @@ def _looking_for(step: int | None) -> Callable[[StepReader], Awaitable[Iterable[
     return StepReader.all_steps if step is None else partial(_step_if_there, step=check_step(step))
 
 
-async def _latest(reader: StepReader, *, healthy: bool | Healthy) -> list[int]:
-    step = await reader.latest_step(healthy)
+async def _latest(reader: StepReader, *, wanted: Requirement | None = None) -> list[int]:
+    step = await reader.latest_step(wanted)
     return [] if step is None else [step]
 
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, SupportsIndex
+from typing import Any, SupportsIndex
 
 import anyio
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, StepInfo
-from ckpt._format.history import Parent, ReplacedSave
+from ckpt._format.history import Aside, Parent, ReplacedSave
 from ckpt._redaction import redact
 from ckpt._runtime.loop import Job, call_once
 from ckpt._steps.index import StepIndex
@@ -144,7 +144,7 @@ class TieredService(RootService):
                     if there is None or there.is_foreign:
                         continue
                     states = (it.state for it in bad if it.attempt == there.attempt)
-                    state: Literal["", "damaged", "unhealthy", "abandoned"] = next(states, "")
+                    state: Aside = next(states, "")
                     if replaces_any or state:
                         times = there.created_ns, there.committed_ns
                         found.setdefault(times, ReplacedSave(*times, state=state))

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
+import numpy as np
+
 from ckpt._arguments import invalid, one_of
 from ckpt._settings import SignsPlace
 from ckpt.errors import InvalidArgumentError
+from ckpt.keep._questions import LeafNotes
 
 if TYPE_CHECKING:
     from ckpt._format.leaf_table import LeafTable
-    from ckpt._plan.item_reports import MergedNotes
+    from ckpt._format.manifest import Manifest
+    from ckpt._plan.item_reports import ChunkNotes, MergedNotes
     from ckpt._plan.targets import ArrayRead
     from ckpt._vitals.extension.kernels import Kernels
     from ckpt._vitals.extension.read_fingerprints import ReadFingerprints
@@ -95,6 +99,16 @@ def open_extensions(extensions: Extensions, states: dict[str, Any]) -> tuple[Sig
     )
 
 
+def reported_notes(chunks: int, records: bytes, others: bytes) -> dict[str, ChunkNotes]:
+    """Return the notes of another process on its chunks, by extension, from their bytes."""
+    from ckpt._plan.item_reports import ChunkNotes
+    from ckpt._vitals.extension.merged_signs import NAME
+    from ckpt._vitals.records import COPY, SIGNS, no_signs
+
+    found = np.frombuffer(records, SIGNS) if records else no_signs(chunks)
+    return {NAME: ChunkNotes(found, no_signs(1)[0], np.frombuffer(others, COPY))}
+
+
 def merge_notes(name: str, table: LeafTable, notes: MergedNotes) -> LeafTable:
     """Return the leaves of an item with what an extension has noted of their chunks.
 
@@ -107,6 +121,19 @@ def merge_notes(name: str, table: LeafTable, notes: MergedNotes) -> LeafTable:
 
     assert name == NAME
     return with_signs(table, notes)
+
+
+def notes_of_step(manifest: Manifest) -> LeafNotes:
+    """Return what extensions have noted about the leaves of a step, with their names."""
+    from ckpt._vitals.stored_signs import nonfinite_leaves, unequal_leaves
+
+    return LeafNotes(
+        manifest.nonfinite_leaves,
+        manifest.unequal_leaves,
+        tuple(nonfinite_leaves(manifest)),
+        tuple(unequal_leaves(manifest)),
+        manifest.unknown_leaves,
+    )
 
 
 def device_check(

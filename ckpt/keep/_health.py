@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 from ckpt._arguments import invalid, shown, whole_number
 from ckpt._tree.patterns import compile_pattern
 from ckpt._tree.suggestions import near_miss
 from ckpt.keep._keep_policies import last_of, members_of
-from ckpt.keep._questions import SavedStep
+from ckpt.keep._questions import Requirement, SavedStep
 
 Health = Literal["healthy", "unknown", "unhealthy"]
 
@@ -67,18 +67,24 @@ def _patterns(given: object) -> tuple[str, ...]:
     return found
 
 
-def check_healthy(healthy: object) -> Healthy | None:
-    """Return the policy that the argument `healthy` of a call asks for; None for no policy.
+def check_healthy(healthy: object) -> Requirement | None:
+    """Return what the argument `healthy` of a call asks of steps; None for nothing.
 
     Raises:
         InvalidArgumentError: `healthy` is neither a bool nor a `Healthy`.
     """
-    if isinstance(healthy, Healthy):
-        return healthy
-    if not isinstance(healthy, bool):
+    if not isinstance(healthy, bool | Healthy):
         what = "True, False, or a policy such as ckpt.keep.Healthy(allow=['**.mask'])"
         raise invalid("healthy", healthy, what)
-    return Healthy() if healthy else None
+    if healthy is False:
+        return None
+    allow = () if healthy is True else healthy.allow
+    advice = (
+        "leave out healthy=, or allow leaves whose values are meant with "
+        "healthy=ckpt.keep.Healthy(allow=[...])"
+    )
+    why_not = partial(why_not_healthy, allow=allow)
+    return Requirement("healthy", "unhealthy", why_not, advice)
 
 
 def health_of(saved: SavedStep, allow: Sequence[str]) -> Health:
@@ -147,6 +153,25 @@ def last_resort(
             if health_of(each, allow) == health:
                 return None if each.step in staying else each
     return None
+
+
+def last_resorts(
+    policy: object, steps: Sequence[SavedStep], staying: Collection[int], saved: int | None
+) -> dict[int, str]:
+    """Return the steps that must not go, though a keep policy does not keep them, with the reason.
+
+    The arguments are those of `last_resort`.
+    """
+    allow, found = allowed_by(policy), dict[int, str]()
+    # The second round looks at the current branch alone, since a run goes back to a step of it.
+    for some in (steps, [each for each in steps if not each.left_behind]):
+        whole = {*staying, *found}
+        last = last_resort(some, whole, allow, saved)
+        if last is not None:
+            ill = [s for s in some if s.step in whole and health_of(s, allow) == "unhealthy"][-1]
+            why = f"Step {ill.step}: {why_not_healthy(ill, allow)}"
+            found[last.step] = f"no newer step is known to be healthy. {why}"
+    return found
 
 
 def allowed_by(policy: object) -> tuple[str, ...]:

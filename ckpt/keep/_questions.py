@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from msgspec import Struct
+
 from ckpt._arguments import shown
+from ckpt._format.history import Aside
 from ckpt.errors import CheckpointError, InvalidArgumentError
 
 T = TypeVar("T")
@@ -51,6 +54,59 @@ class SavedStep:
     groups: Mapping[str, Any] | None = None
     left_behind: bool = False
     custom_metadata: Any = None
+
+
+class LeafNotes(Struct, frozen=True):
+    """What extensions have noted about the leaves of a step; attributes as in `SavedStep`."""
+
+    nonfinite_leaves: int | None = None
+    unequal_leaves: int = 0
+    nonfinite: tuple[str, ...] = ()
+    unequal: tuple[str, ...] = ()
+    unknown_leaves: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.nonfinite_leaves or self.unequal_leaves)
+
+
+def notes_in(head: Any) -> LeafNotes:
+    """Return the notes that a manifest, or the head of one, has; they name no leaf."""
+    return LeafNotes(head.nonfinite_leaves, head.unequal_leaves)
+
+
+def notes_on_all(disks: Sequence[LeafNotes]) -> LeafNotes:
+    """Return the notes on a step whose parts are on several disks: a note on any disk counts.
+
+    A disk whose leaves could not be read gives only their number. These leaves may be the same as
+    on another disk, but are counted as others: a leaf without a known name cannot be allowed.
+    """
+    unknown = sum(each.unknown_leaves or each.nonfinite_leaves is None for each in disks)
+    nonfinite, odd = _union([(each.nonfinite_leaves or 0, each.nonfinite) for each in disks])
+    unequal, differing = _union([(each.unequal_leaves, each.unequal) for each in disks])
+    known = None if unknown and not odd else odd
+    return LeafNotes(known, differing, nonfinite, unequal, unknown)
+
+
+def _union(disks: Sequence[tuple[int, Sequence[str]]]) -> tuple[tuple[str, ...], int]:
+    """Return the names of leaves on any disk, and the least number of leaves with unnamed ones."""
+    names = tuple(dict.fromkeys(name for _, each in disks for name in each))
+    return names, len(names) + max(max(0, count - len(each)) for count, each in disks)
+
+
+class Requirement(Struct, frozen=True):
+    """What steps must be to be taken; a newer step that is not is passed over.
+
+    Attributes:
+        name: The argument that asks for it, and the word for a step that meets it.
+        opposite: The word for a step that does not meet it; such steps are moved to this folder.
+        why_not: Returns why a step is not known to meet it; an empty text if it does.
+        advice: Advice for a root in which no step meets it.
+    """
+
+    name: str
+    opposite: Aside
+    why_not: Callable[[SavedStep], str]
+    advice: str
 
 
 def why_not_a_policy(policy: object, method: str, *, other: tuple[str, str]) -> str | None:

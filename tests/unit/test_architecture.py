@@ -87,34 +87,22 @@ SEAMS = {
 }
 # The core names no extension. Lines of its rooms that still name vital signs, or the health of
 # steps that rests on them, by file; each number may only fall. In `_format` they are the columns
-# and heads of manifests, in `process_reports` the room that a report has for notes.
+# and heads of manifests.
 CORE = ("_steps", "_job", "_engine", "_plan", "_tree", "_format", "storage", "_runtime")
 WORDS_OF_SIGNS = re.compile(
     r"vital|signs_|_signs|\.signs\b|signs=|nonfinite|not finite|unequal|health|frozen leaves", re.I
 )
 NAMES_SIGNS = {
-    "_format/dtypes.py": 1,
-    "_format/history.py": 2,
-    "_format/leaf_table.py": 57,
+    "_format/history.py": 1,
+    "_format/leaf_table.py": 55,
     "_format/manifest.py": 14,
     "_format/manifest_head.py": 4,
-    # A process that watches signs of life.
-    "_job/agreement/operation.py": 2,
-    "_job/all_disks.py": 22,
     "_job/multihost_save.py": 5,
-    "_job/process_reports.py": 6,
-    "_job/processes.py": 8,
     "_plan/leaf_entries.py": 2,
     "_plan/unchanged/compared_leaves.py": 4,
-    "_steps/index.py": 8,
-    "_steps/previous_steps.py": 27,
-    "_steps/reader.py": 10,
     "_steps/removal/recorded_policy.py": 2,
-    "_steps/removal/retention.py": 12,
-    "_steps/restores/restore_options.py": 8,
-    "_steps/restores/step_choice.py": 38,
-    "_steps/saves/after_saves.py": 4,
-    "_steps/saves/overwrite.py": 1,
+    "_steps/removal/retention.py": 1,
+    "_steps/restores/restore_options.py": 1,
     "_steps/step_metadata.py": 13,
 }
 MAX_LINES = 600

@@ -9,7 +9,7 @@ from ckpt._api.base import ManagerBase
 from ckpt._api.plain.trash import SyncTrash
 from ckpt._commit import StepInfo
 from ckpt._steps.pins import Pin
-from ckpt.keep._health import Healthy
+from ckpt.keep._health import Healthy, check_healthy
 from ckpt.keep._ranking import Metric, Mode
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class ManagedSteps(ManagerBase):
             is_fresh = mgr.latest_step() is None
             ```
         """
-        return self._loop.call(self._service.reader.latest_step, healthy)
+        return self._loop.call(self._service.reader.latest_step, check_healthy(healthy))
 
     def best_step(self, metric: Metric | None = None, mode: Mode | None = None) -> int | None:
         """Return the committed step with the best metric, or None if no step has any metrics.

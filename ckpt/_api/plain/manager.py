@@ -17,7 +17,7 @@ from ckpt._commit import Commit, StepInfo
 from ckpt._settings import ArrayMemory, IfExists, IfTaken
 from ckpt._steps.restores.restore_options import options_onto, restore_options
 from ckpt._steps.saves import after_saves
-from ckpt.keep._health import Healthy
+from ckpt.keep._health import Healthy, check_healthy
 from ckpt.storage._resolve import PathLike
 
 if TYPE_CHECKING:
@@ -338,9 +338,10 @@ class CheckpointManager(ManagedSteps):
             state = mgr.restore(like=state)
             ```
         """
-        given = like, items, at, adapt, memory, check_devices, broadcast_bytes, fallback, healthy
-        restore = partial(after_saves.restore, self._service, step)
-        found: State = self._loop.call_served(restore, restore_options(*given))
+        given = like, items, at, adapt, memory, check_devices, broadcast_bytes, fallback
+        wanted = check_healthy(healthy) if healthy is not False else None
+        call = self._service, step, restore_options(*given, wanted)
+        found: State = self._loop.call_served(after_saves.restore, *call)
         return found
 
     @overload
@@ -433,16 +434,15 @@ class CheckpointManager(ManagedSteps):
         """
         from ckpt._api.resumption import fresh_state, resume_target, source_target
 
-        start = self._loop.call(after_saves.start_of_run, self._service, healthy)
+        wanted = check_healthy(healthy) if healthy is not False else None
+        start = self._loop.call(after_saves.start_of_run, self._service, wanted)
+        if start.is_fresh and source is None:
+            return 0, fresh_state(init, items)
+        adapt = adapt if start.is_fresh or source is None else None
+        target = (source_target if start.is_fresh else resume_target)(init, items, like, adapt)
+        options = options_onto(target, items, adapt, fallback, wanted)
         if start.is_fresh:
-            if source is None:
-                return 0, fresh_state(init, items)
-            target = source_target(init, items, like, adapt)
-            options = options_onto(target, items, adapt, fallback, healthy)
             return 0, self._loop.call(self._service.reader.begin_from, source, options)
-        adapt = adapt if source is None else None
-        target = resume_target(init, items, like, adapt)
-        options = options_onto(target, items, adapt, fallback, healthy)
         return self._loop.call_served(self._service.reader.resume, start, options)
 
     def watch(

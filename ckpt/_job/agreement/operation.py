@@ -54,7 +54,7 @@ _COUNT = struct.Struct(">I")
 # Number of reports read by one request, so that the answer stays within limits.
 _GROUP = 32
 # Number of times, within the time limit, that signs of life are given and looked for.
-_SIGNS = 6
+_BEATS = 6
 # Longest delay of an error, in seconds, for reporting it to the others.
 _TELL_SECONDS = 1.0
 
@@ -113,7 +113,7 @@ class Operation:
         self.name = name
         self.what = what
         self.seconds = seconds
-        self._slice = seconds / _SIGNS
+        self._slice = seconds / _BEATS
         self._pulse = Pulse(self._shared, index)
         self._decided = False
         self._awaited: str | None = None

@@ -18,7 +18,7 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt._steps.opened import OpenedStep, open_step
 from ckpt._steps.pins import deletion_of, pins, refuse_pinned
-from ckpt._steps.previous_steps import UnhealthyLeaves, saved_step
+from ckpt._steps.previous_steps import NamedNotes, saved_step
 from ckpt._steps.removal.deletion_plan import DeletionPlan, keeps_all, plan_deletions
 from ckpt._steps.unreadable import shortened
 from ckpt._tree.suggestions import near_miss
@@ -32,7 +32,7 @@ from ckpt.errors import (
     located,
 )
 from ckpt.keep._deletion import Deletion, trash_of
-from ckpt.keep._health import allowed_by, health_of, last_resort, why_not_healthy
+from ckpt.keep._health import last_resorts
 from ckpt.keep._keep_policies import All, KeepRules
 from ckpt.keep._questions import SavedStep
 from ckpt.keep._ranking import Metric, rankings_in, value_of
@@ -115,7 +115,6 @@ class Retention:
         self._index = index
         self._told = (policy, deletion)
         self._policy = All() if policy is None else policy
-        self._allow = () if policy is None else allowed_by(policy)
         how = _FOR_GOOD if deletion is None else deletion
         self._concurrency = how.concurrency
         self._keeps_latest = how.keep_latest
@@ -129,8 +128,8 @@ class Retention:
             from ckpt._steps.removal.recorded_policy import is_own
 
             has_own = is_own(self._policy)
-        self._unhealthy = UnhealthyLeaves(storage, with_metadata=has_own)
-        # Steps that a warning has named as kept because the newest one is unhealthy.
+        self._notes = NamedNotes(storage, with_metadata=has_own)
+        # Steps that a warning has named as the last ones to go back to.
         self._said_last: set[int] = set()
         self._said_unused: set[str] = set()
         self._said_unranked: set[Metric] = set()
@@ -209,21 +208,20 @@ class Retention:
         """Return the unpinned steps and items that the policy does not keep.
 
         The step that was acknowledged last stays, even if older steps have greater numbers: after a
-        run went back, it would resume from its new steps. If the newest step is unhealthy, the last
-        healthy one stays, too.
+        run went back, it would resume from its new steps. The last step to go back to stays, too.
 
         Args:
             found: The steps.
             steps: Result of `saved_steps` for the same steps; None reads them.
-            says_spared: True to warn about Orbax steps that stay, about that healthy step, and
-                about a step without the metric that ranks it.
+            says_spared: True to warn about Orbax steps that stay, about the last step to go back
+                to, and about a step without the metric that ranks it.
         """
         steps = await self.saved_steps(found) if steps is None else steps
         if says_spared:
             # Run in a thread, since the metric may be a function of the user's.
             await run_in_thread(self._say_unranked, steps)
         # A step that cannot be read now stays: missing knowledge is no reason to delete it.
-        always: set[int | None] = {self.newest, *self.protected_steps(), *self._unhealthy.unread}
+        always: set[int | None] = {self.newest, *self.protected_steps(), *self._notes.unread}
         always |= self._latest(found)
         now = self._now_ns() / 1e9
         going = await run_in_thread(plan_deletions, self._policy, found, steps, now, always)
@@ -240,32 +238,22 @@ class Retention:
         pinned = await pins(self._storage) if going else {}
         going = going.where(lambda step: step not in pinned)
         whole = {each for each in found if each not in going.steps and each not in going.items}
-        # The second round looks at the current branch alone, since a run goes back to a step of it.
-        for some in (steps, [each for each in steps if not each.left_behind]):
-            last = last_resort(some, whole, self._allow, self.newest)
-            if last is not None:
-                whole.add(last.step)
-                if says_spared:
-                    self._say_last(last, [each for each in some if each.step in whole])
+        for step, why in last_resorts(self._policy, steps, whole, self.newest).items():
+            whole.add(step)
+            if says_spared:
+                self._say_last(step, why)
         return going.where(lambda step: step not in whole)
 
     async def saved_steps(self, found: Mapping[int, IndexedStep]) -> list[SavedStep]:
         """Return steps in the form that the policy takes."""
-        return await self._unhealthy.saved_steps(found.values())
+        return await self._notes.saved_steps(found.values())
 
-    def _say_last(self, last: SavedStep, whole: Sequence[SavedStep]) -> None:
+    def _say_last(self, step: int, why: str) -> None:
         """Warn once that a step stays because it is the last one to go back to."""
-        ill = [each for each in whole if health_of(each, self._allow) == "unhealthy"][-1]
-        if last.step not in self._said_last:
-            self._said_last.add(last.step)
-            logger.warning(
-                "%s: step %d stays whole, though the keep policy does not keep it: no "
-                "newer step is known to be healthy. Step %d: %s",
-                redact(self._storage.location),
-                last.step,
-                ill.step,
-                why_not_healthy(ill, self._allow),
-            )
+        if step not in self._said_last:
+            self._said_last.add(step)
+            where, text = redact(self._storage.location), "though the keep policy does not keep it"
+            logger.warning("%s: step %d stays whole, %s: %s", where, step, text, why)
 
     def _say_spared(self, steps: Sequence[int]) -> None:
         """Warn once that steps of other libraries stay though the policy does not keep them."""

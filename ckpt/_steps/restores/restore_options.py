@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from ckpt._arguments import one_of, true_or_false, whole_number
 from ckpt._settings import ArrayMemory
-from ckpt.keep._health import Healthy, check_healthy
+from ckpt.keep._questions import Requirement
 
 if TYPE_CHECKING:
     from ckpt._plan.adapt import Adapt
@@ -30,7 +30,7 @@ class RestoreOptions(Struct, frozen=True):
         checks_devices: True to compare the arrays on devices with the vital signs.
         broadcast_bytes: Memory in which processes share what they read; None if each reads alone.
         fallback: True to pass over steps that are damaged or lack a wanted item.
-        healthy: The health that the step must have; None for any step.
+        wanted: What is required of the step; None for any step.
     """
 
     like: Any = None
@@ -41,7 +41,7 @@ class RestoreOptions(Struct, frozen=True):
     checks_devices: bool = False
     broadcast_bytes: int | None = None
     fallback: bool = False
-    healthy: Healthy | None = None
+    wanted: Requirement | None = None
 
     @property
     def are_for_everything(self) -> bool:
@@ -57,17 +57,16 @@ def restore_options(
     check_devices: bool = False,
     broadcast_bytes: int | None = None,
     fallback: bool = False,
-    healthy: bool | Healthy = False,
+    wanted: Requirement | None = None,
 ) -> RestoreOptions:
     """Return the options of a call; they can be used more than once.
 
     Raises:
-        InvalidArgumentError: One of the last five is invalid. The rest depends on the checkpoint.
+        InvalidArgumentError: `memory` or a flag is invalid. The rest depends on the checkpoint.
     """
     one_of("memory", memory, get_args(ArrayMemory))
     true_or_false("check_devices", check_devices)
     true_or_false("fallback", fallback)
-    wanted = check_healthy(healthy)
     items = list(items) if isinstance(items, Iterator) else items
     how = memory, check_devices, broadcast_bytes, fallback, wanted
     return RestoreOptions(like, items, at, adapt, *how)
@@ -78,11 +77,11 @@ def options_onto(
     items: Mapping[str, Any] | None,
     adapt: Adapt | Mapping[str, Adapt] | None,
     fallback: bool,
-    healthy: bool | Healthy,
+    wanted: Requirement | None,
 ) -> RestoreOptions:
     """Return the options that restore onto a target, or with `items` onto one for each item."""
     like, each = (target, None) if items is None else (None, target)
-    return restore_options(like, each, None, adapt, fallback=fallback, healthy=healthy)
+    return restore_options(like, each, None, adapt, fallback=fallback, wanted=wanted)
 
 
 def check_broadcast(nbytes: object) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -15,15 +14,14 @@ from ckpt._redaction import redact
 from ckpt._steps.index import IndexedStep, PassedOver, StepIndex
 from ckpt._steps.misplaced import say_misplaced
 from ckpt._steps.opened import OpenedStep
-from ckpt._steps.previous_steps import UnhealthyLeaves
+from ckpt._steps.previous_steps import NamedNotes
 from ckpt.errors import (
     CorruptCheckpointError,
     StepDeletedError,
     StepNotFoundError,
     UnsupportedFormatError,
 )
-from ckpt.keep._health import Healthy, why_not_healthy
-from ckpt.keep._questions import SavedStep
+from ckpt.keep._questions import Requirement, SavedStep
 from ckpt.storage._base import Storage
 
 if TYPE_CHECKING:
@@ -40,13 +38,13 @@ class RunStart(Struct, frozen=True):
 
     Attributes:
         is_fresh: True if the run begins from scratch, since the root has no steps.
-        healthy: The step that the run goes on from, if a healthy one was asked for.
+        chosen: The step that the run goes on from, if something is required of it.
         latest: The latest step, on the process that has looked for it; None if it must be looked
             for again.
     """
 
     is_fresh: bool
-    healthy: int | None = None
+    chosen: int | None = None
     latest: OpenedStep | None = None
 
 
@@ -57,18 +55,18 @@ class StepChoice:
         self._storage = storage
         self._index = index
         self._processes = processes
-        self._unhealthy = UnhealthyLeaves(storage)
+        self._notes = NamedNotes(storage)
         # The passed-over steps that a warning has named.
         self._said_passed: set[tuple[int, PassedOver]] = set()
 
-    async def start_of_run(self, wanted: Healthy | None) -> RunStart:
+    async def start_of_run(self, wanted: Requirement | None) -> RunStart:
         """Return how the run begins or goes on; one process looks at the root for all.
 
         Args:
-            wanted: The health that the step must have; None for any step.
+            wanted: What is required of the step; None for any step.
 
         Raises:
-            StepNotFoundError: There are steps, but none of them can be read, or is healthy.
+            StepNotFoundError: There are steps, but none of them can be read, or meets it.
         """
         latest: OpenedStep | None = None
 
@@ -83,7 +81,7 @@ class StepChoice:
                         # The run will come to these step numbers again and replace the old steps.
                         self.pass_over_all(await self.left_behind())
                 else:
-                    chosen = await self._greatest_healthy(wanted, (), goes_back=True)
+                    chosen = await self._greatest(wanted, (), goes_back=True)
                     is_fresh = chosen is None
             except (CorruptCheckpointError, UnsupportedFormatError, StepDeletedError):
                 # The root has a step. The restore meets this error again, and raises it or takes
@@ -100,12 +98,12 @@ class StepChoice:
             return [is_fresh, chosen]
 
         told: Any = await self._processes.decided("begins", "whether the run begins here", act)
-        is_fresh, healthy = told
-        return RunStart(is_fresh, healthy, latest)
+        is_fresh, chosen = told
+        return RunStart(is_fresh, chosen, latest)
 
     async def step_for_all(
         self,
-        wanted: Healthy | None,
+        wanted: Requirement | None,
         tried: Collection[int],
         damaged: tuple[int, str] | None = None,
         *,
@@ -114,13 +112,13 @@ class StepChoice:
         """Return the latest step that was not tried, for all processes; None if there is none.
 
         Args:
-            wanted: The health that the step must have; None for any step.
+            wanted: What is required of the step; None for any step.
             tried: The steps that were passed over.
             damaged: The step that was tried last, and its fault: a save replaces it.
             goes_back: True if the run goes on from the step, so that saves replace newer ones.
 
         Raises:
-            StepNotFoundError: The step must be healthy, and none is; the error gives the reasons.
+            StepNotFoundError: No step is as required; the error gives the reasons.
         """
 
         async def act() -> int | None:
@@ -133,7 +131,7 @@ class StepChoice:
             if wanted is None:
                 behind = await self.left_behind()
                 return max((step for step in found if step not in {*tried, *behind}), default=None)
-            chosen = await self._greatest_healthy(wanted, tried, goes_back=goes_back)
+            chosen = await self._greatest(wanted, tried, goes_back=goes_back)
             if chosen is None and not tried:
                 raise self._index.no_step()
             return chosen
@@ -148,64 +146,67 @@ class StepChoice:
         why = "the run went back behind it"
         return {step: PassedOver(each.attempt, why, "abandoned") for step, each in found.items()}
 
-    async def _greatest_healthy(
-        self, wanted: Healthy, tried: Collection[int], *, goes_back: bool
+    async def _greatest(
+        self, wanted: Requirement, tried: Collection[int], *, goes_back: bool
     ) -> int | None:
-        """Return the greatest healthy step that was not tried; None if there are no other steps.
+        """Return the greatest step as required, not tried; None if there are no other steps.
 
         Raises:
-            StepNotFoundError: There are others, and none is healthy; the error gives the reasons.
+            StepNotFoundError: There are others, and none is as required; it gives the reasons.
         """
-        chosen, passed = await self.healthy_step(wanted, tried)
+        chosen, passed = await self.greatest(wanted, tried)
         if chosen is None and passed:
-            raise self._none_healthy(passed)
+            raise self._none(wanted, passed)
         if chosen is not None and goes_back:
             # The run will come to these step numbers again and replace the old steps.
             self._index.passed_over |= passed
         return chosen
 
-    async def healthy_step(
-        self, wanted: Healthy, tried: Collection[int] = ()
+    async def greatest(
+        self, wanted: Requirement, tried: Collection[int] = ()
     ) -> tuple[int | None, dict[int, PassedOver]]:
-        """Return the greatest healthy step that was not tried, and the newer ones, with reasons.
+        """Return the greatest step as required, not tried, and the newer ones, with reasons.
 
-        If no step is healthy, return None and all steps. A warning names passed-over steps once.
+        If there is none, return None and all steps. A warning names passed-over steps once.
         """
         reasons = await self.judged(wanted)
-        healthy = (step for step, why in reasons.items() if why is None and step not in tried)
-        chosen = max(healthy, default=None)
+        fit = (step for step, why in reasons.items() if why is None and step not in tried)
+        chosen = max(fit, default=None)
         passed = {
             step: why
             for step, why in reasons.items()
             if why is not None and (chosen is None or step > chosen)
         }
         if chosen is not None:
-            self.say_passed(chosen, passed)
+            self.say_passed(wanted, chosen, passed)
         return chosen, passed
 
-    async def judged(self, wanted: Healthy) -> dict[int, PassedOver | None]:
-        """Return for each committed step why it is not known to be healthy; None for healthy."""
+    async def judged(self, wanted: Requirement) -> dict[int, PassedOver | None]:
+        """Return for each committed step why it is not as required; None for one that is."""
         attempts: dict[int, str] = {}
 
         async def see(found: Mapping[int, IndexedStep]) -> list[SavedStep]:
             attempts.update({step: each.attempt for step, each in found.items()})
-            return await self._unhealthy.saved_steps(found.values())
+            return await self._notes.saved_steps(found.values())
 
-        reasons = await self._processes.judged(see, partial(why_not_healthy, allow=wanted.allow))
-        behind = await self.left_behind()
+        reasons = await self._processes.judged(see, wanted.why_not)
+        behind, opposite = await self.left_behind(), wanted.opposite
         return {
-            step: behind.get(step, PassedOver(attempts[step], why, "unhealthy") if why else None)
+            step: behind.get(step, PassedOver(attempts[step], why, opposite) if why else None)
             for step, why in reasons.items()
         }
 
-    def say_passed(self, chosen: int, passed: Mapping[int, PassedOver]) -> None:
-        """Warn once about steps that are passed over because they are not healthy."""
+    def say_passed(
+        self, wanted: Requirement, chosen: int, passed: Mapping[int, PassedOver]
+    ) -> None:
+        """Warn once about steps that are passed over because they are not as required."""
         if passed and not self._said_passed.issuperset(passed.items()):
             self._said_passed = set(passed.items())
             logger.warning(
-                "%s: step %d is the newest healthy one; newer steps are passed over: %s",
+                "%s: step %d is the newest %s one; newer steps are passed over: %s",
                 redact(self._storage.location),
                 chosen,
+                wanted.name,
                 _join_reasons(passed),
             )
 
@@ -218,14 +219,13 @@ class StepChoice:
     def pass_over_all(self, passed: Mapping[int, PassedOver]) -> None:
         self._index.passed_over |= passed
 
-    def _none_healthy(self, passed: Mapping[int, PassedOver]) -> StepNotFoundError:
+    def _none(self, wanted: Requirement, passed: Mapping[int, PassedOver]) -> StepNotFoundError:
         count = (
             "its only step is not" if len(passed) == 1 else f"none of its {len(passed)} steps is"
         )
         return StepNotFoundError(
-            f"{self._storage.location}: {count} known to be healthy: {_join_reasons(passed)}. "
-            "Restore one of them by its number, leave out healthy=, or allow leaves whose values "
-            "are meant with healthy=ckpt.keep.Healthy(allow=[...])"
+            f"{self._storage.location}: {count} known to be {wanted.name}: "
+            f"{_join_reasons(passed)}. Restore one of them by its number, {wanted.advice}"
         )
 
 

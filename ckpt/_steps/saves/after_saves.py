@@ -13,13 +13,13 @@ from ckpt._runtime.futures import settled
 from ckpt._steps.restores.step_choice import RunStart
 from ckpt._steps.saves.queue import SaveQueue
 from ckpt.errors import CommitTimeoutError, InvalidArgumentError, StepNotFoundError
-from ckpt.keep._health import Healthy
+from ckpt.keep._questions import Requirement
 
 
 class _Reader(Protocol):
     async def all_steps(self) -> list[int]: ...
 
-    async def start_of_run(self, healthy: bool | Healthy) -> RunStart: ...
+    async def start_of_run(self, wanted: Requirement | None) -> RunStart: ...
 
     @property
     def restore(self) -> Callable[..., Awaitable[Any]]: ...
@@ -44,10 +44,10 @@ async def restore(service: Service, step: SupportsIndex | None, *given: Any) -> 
         return await service.reader.restore(number, *given)
 
 
-async def start_of_run(service: Service, healthy: bool | Healthy) -> RunStart:
+async def start_of_run(service: Service, wanted: Requirement | None) -> RunStart:
     """Return the step from which the run begins or goes on, after all saves under way."""
     async with _after_saves(service, None):
-        return await service.reader.start_of_run(healthy)
+        return await service.reader.start_of_run(wanted)
 
 
 @contextlib.asynccontextmanager

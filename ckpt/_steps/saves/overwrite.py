@@ -31,7 +31,6 @@ logger = logging.getLogger("ckpt")
 # Why steps are saved anew, by state; the old step goes to a folder of the root with that name.
 _WHY = {
     "damaged": "it is damaged",
-    "unhealthy": "it was passed over as not healthy",
     "abandoned": "it is of a branch that was given up",
 }
 
@@ -201,7 +200,7 @@ async def _move_aside(storage: Storage, step: int, step_dir: str, why: PassedOve
         logger.warning(
             "step %d is saved anew, because %s: %s. The old one was moved to %s",
             step,
-            _WHY[why.state],
+            _WHY.get(why.state, f"it was passed over as {why.state}"),
             why.reason,
             kept,
         )

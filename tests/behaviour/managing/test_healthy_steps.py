@@ -27,7 +27,7 @@ from ckpt._inspection.locations import root_at
 from ckpt._inspection.retention.kept_steps import forget_steps
 from ckpt._settings import Timeouts
 from ckpt._steps.index import StepIndex
-from ckpt._steps.previous_steps import UnhealthyLeaves
+from ckpt._steps.previous_steps import NamedNotes
 from ckpt._steps.removal.recorded_policy import record_policy
 from ckpt.errors import (
     CorruptCheckpointError,
@@ -270,7 +270,7 @@ def test_a_run_that_goes_back_saves_the_same_numbers_again(
         assert mgr.latest_step(healthy=True) == 4
     assert sorted(os.listdir(tmp_path / "unhealthy")) == ["3", "4"]
     assert ckpt.sync.metadata(tmp_path / "unhealthy" / "3").info.nonfinite_leaves == 1
-    assert len(warnings(caplog, "saved anew, because it was passed over as not healthy")) == 2
+    assert len(warnings(caplog, "saved anew, because it was passed over as unhealthy")) == 2
 
 
 def test_a_step_that_replaced_a_passed_over_one_meanwhile_is_left_alone(tmp_path: Path) -> None:
@@ -484,7 +484,7 @@ def test_looks_at_the_same_time_do_not_make_each_other_forget(
     async def run() -> None:
         storage = (await root_at(str(tmp_path))).storage
         found = await StepIndex(storage).refresh()
-        leaves, is_reading, may_go_on = UnhealthyLeaves(storage), anyio.Event(), anyio.Event()
+        leaves, is_reading, may_go_on = NamedNotes(storage), anyio.Event(), anyio.Event()
 
         async def slow(storage: Any, step_dir: str, **options: Any) -> Any:
             manifest = await read_manifest(storage, step_dir, **options)

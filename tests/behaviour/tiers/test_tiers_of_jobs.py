@@ -304,5 +304,5 @@ def test_an_agent_is_told_how_long_it_keeps_the_memory_of_a_dead_process(tmp_pat
     with shared_memory() as memory:
         tier = SharedMemory(directory=str(memory), kept_seconds=7.0)
         with ckpt.sync.CheckpointManager(tmp_path, tiers=[tier]) as mgr:
-            agent: Any = mgr._service._agent  # type: ignore[union-attr]
+            agent: Any = mgr._service._agent  # type: ignore[attr-defined]
             assert agent._setup.snapshots.kept_seconds == 7.0

@@ -1,4 +1,4 @@
-"""The health of a step whose parts are on several disks, from what each process tells."""
+"""The notes on a step whose parts are on several disks, from what each process tells."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt._job.all_disks import health_data, join_health
+from ckpt._job.all_disks import common_steps, join_notes, notes_data
+from ckpt._steps.index import IndexedStep
 from ckpt.keep._health import health_of
 
 NAMES = ("mask", "w", "b")
@@ -37,8 +38,8 @@ def health_with(parts: list[ckpt.keep.SavedStep], allow: tuple[str, ...]) -> str
 def test_a_step_is_as_healthy_as_the_worst_of_its_parts(
     disks: list[ckpt.keep.SavedStep], allow: list[str]
 ) -> None:
-    every: list[Any] = json.loads(json.dumps([health_data([each]) for each in disks]))
-    found = [join_health([each], every)[0] for each in disks]
+    every: list[Any] = json.loads(json.dumps([notes_data([each]) for each in disks]))
+    found = [join_notes([each], every)[0] for each in disks]
     assert found == [found[0]] * len(disks)
     assert health_of(found[0], allow) == health_with(disks, tuple(allow))
     assert set(found[0].nonfinite) == {name for each in disks for name in each.nonfinite}
@@ -47,5 +48,16 @@ def test_a_step_is_as_healthy_as_the_worst_of_its_parts(
 
 def test_the_leaves_that_many_steps_have_are_told_once() -> None:
     steps = [ckpt.keep.SavedStep(at, 0.0, None, 2, 0, ("model/a", "model/b")) for at in range(100)]
-    assert json.dumps(health_data(steps)).count("model/a") == 1
-    assert join_health(steps, [health_data(steps)] * 3) == steps
+    assert json.dumps(notes_data(steps)).count("model/a") == 1
+    assert join_notes(steps, [notes_data(steps)] * 3) == steps
+
+
+def test_all_disks_must_have_the_same_save_and_what_one_does_not_know_is_unknown() -> None:
+    steps = {at: IndexedStep(at, str(at), "a", 1, 2, None, save="s") for at in (1, 2, 3)}
+    here = [[1, "s", [0, 0]], [2, "s", [0, 0]], [3, "s", [0, 0]]]
+    there = [[1, "s", [None, 0]], [2, "s", [3, 1]], [3, "of another run", [0, 0]]]
+    found = common_steps(steps, [here, there])
+    assert list(found.own) == list(found.everywhere) == [1, 2]
+    assert found.own == {at: steps[at] for at in (1, 2)}
+    notes = [each.notes for each in found.everywhere.values()]
+    assert [(it.nonfinite_leaves, it.unequal_leaves) for it in notes] == [(None, 0), (3, 1)]
