@@ -33,7 +33,7 @@ class PartialSaveBase:
         self._save = save
         self._owner = owner
         self._info: StepInfo | None = None
-        weakref.finalize(self, save.give_up, _DROPPED).atexit = False
+        weakref.finalize(self, save.abandon, _DROPPED).atexit = False
 
     @property
     def step(self) -> int | None:

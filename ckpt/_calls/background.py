@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -18,14 +17,14 @@ from ckpt._commit import Commit
 from ckpt._engine.engine import Engine
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._engine.save.save_request import SaveRequest
-from ckpt._events import EventRecorder, Observer
+from ckpt._events import Observer
 from ckpt._plan.format_rules import Formats, compile_formats
 from ckpt._redaction import redact
 from ckpt._runtime.exit import run_at_exit
 from ckpt._runtime.loop import EngineLoop, Job
 from ckpt._settings import Staging, StagingMode, Timeouts
 from ckpt._steps.factory import checked_observers, extend, make_engine, make_job
-from ckpt._steps.saves.backlog import Backlog, SaveRun, SaveStage
+from ckpt._steps.saves.backlog import Backlog, SaveRun
 from ckpt._steps.saves.commits import OpenCommits
 from ckpt._steps.saves.one_shot import finished, save_one_shot
 from ckpt.errors import InvalidArgumentError
@@ -88,57 +87,48 @@ class BackgroundSaves:
             engine = replace(engine, handlers=find_handlers(handlers), plans=PlanCache(rules))
         location = f"{storage.location}/{step_dir}"
         job = make_job(coordinator, timeouts, location, engine)
-        run = SaveRun(request, self.loop.check_caller)
-        given = storage, request, engine, job, run
-        return run.submit(self.loop, self._commits, location, self._save, *given)
+        run = SaveRun(request, self.loop, self._commits)
+        return run.submit(location, self._save, storage, engine, job, run)
 
     async def _save(
         self,
         storage: Storage,
-        request: SaveRequest,
         engine: Engine,
         job: ProcessJob,
         run: SaveRun,
     ) -> None:
-        backlog = self._backlog = self._backlog or Backlog("wait")
         # Earlier saves have commits of their own, and their errors are nothing to this call.
-        run.enter(SaveStage.HEEDED)
+        backlog = self._backlog = self._backlog or Backlog("wait")
         backlog.join(run)
-        hooks = run.hooks
-        recorder, began_ns = EventRecorder("save", None, engine.observers), time.perf_counter_ns()
+        request, hooks = run.request, run.hooks
         logger.debug("saving %s/%s", redact(storage.location), request.step_dir)
 
         async def admitted() -> None:
-            with recorder.phase("wait"):
+            with run.recorder.phase("wait"):
                 await backlog.admitted(run)
             hooks.watch.add("waited", hooks.watch.began)
 
         try:
-            manifest = await save_one_shot(
-                engine,
-                storage,
-                request,
-                job.one_shot(request.step_dir),
-                hooks,
-                admitted=admitted,
-                on_snapshot=run.snapshot_taken,
-                on_staged=partial(backlog.staged, run),
-                may_write=partial(backlog.first, run),
-            )
-            run.enter(SaveStage.PUBLISHED)
-        except BaseException as error:
-            recorder.end_badly(began_ns, error)
-            run.fail(error, request, self._commits, None)
-            if not isinstance(error, Exception):
-                raise
-            return
+            async with run.ending(engine.observers):
+                manifest = await save_one_shot(
+                    engine,
+                    storage,
+                    request,
+                    job.one_shot(request.step_dir),
+                    hooks,
+                    admitted=admitted,
+                    on_snapshot=run.snapshot_taken,
+                    on_staged=partial(backlog.staged, run),
+                    may_write=partial(backlog.first, run),
+                )
         finally:
             backlog.leave(run)
+        if run.commit.done():
+            return
         self._commits.drop(hooks)
         info = finished(storage, request, manifest, hooks)
-        recorder.end(began_ns, "ok", nbytes=info.nbytes)
+        run.recorder.end(run.began_ns, "ok", nbytes=info.nbytes)
         hooks.finish(info)
-        run.enter(SaveStage.DONE)
         # This work uses the pause before the next save; nothing waits for it.
         await engine.arena.warm(lambda: backlog.is_empty and not self.loop.closed)
 

@@ -34,7 +34,7 @@ LINES = {
     "_api": 994,
     # The right name for one that is unknown.
     "_api/hints": 86,
-    "_calls": 811,
+    "_calls": 801,
     "_conversion": 1973,
     "_engine": 5190,
     "_format": 1910,
@@ -43,7 +43,7 @@ LINES = {
     "_plan": 3071,
     "_runtime": 676,
     "_runtime/jax_internals": 47,
-    "_steps": 4876,
+    "_steps": 4817,
     "_tiers": 4925,
     "_tree": 1472,
     # One spelling for leaves of items, in place of five.

@@ -10,132 +10,127 @@ order of their calls. Used on the engine's loop only.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
-from enum import IntEnum, auto
+from functools import partial
 from typing import Any
 
 import anyio
 
 from ckpt._commit import Commit, CommitHooks
 from ckpt._engine.save.save_request import SaveRequest
+from ckpt._events import EventRecorder, Observer
 from ckpt._runtime.loop import EngineLoop, Job
 from ckpt._settings import BacklogPolicy
 from ckpt._steps.saves.commits import OpenCommits
-from ckpt.errors import CommitCancelledError, DeadlineExceededError
+from ckpt.errors import CheckpointError, CommitCancelledError, DeadlineExceededError
 
 # One save writes and one waits. With more slots, a program that saves faster than its disk writes
 # would only block later, with more memory in use.
 _SLOTS = 2
 
 
-class SaveStage(IntEnum):
-    """How far a save has come; later stages are greater.
-
-    While it is staged and written, the attempt is opened. It is written to once all earlier saves
-    have left the backlog.
-    """
-
-    # The call has not yet looked for errors of earlier saves, which it would raise.
-    CALLED = auto()
-    # It waits until earlier calls are decided, then for policy and backlog.
-    HEEDED = auto()
-    # Policy and backlog agree; it waits for room to stage.
-    QUEUED = auto()
-    # It has room to stage; the call waits for the snapshot.
-    STAGING = auto()
-    # The call has returned. Held arrays are still brought to host memory.
-    HELD = auto()
-    # Everything is in host memory, and the next save may stage.
-    WRITING = auto()
-    # The step has its name; older steps are being deleted.
-    PUBLISHED = auto()
-    DONE = auto()
-    # It was refused or superseded, or the step is there already.
-    SKIPPED = auto()
-    # It failed or was cancelled.
-    FAILED = auto()
-
-
-_ENDS = {SaveStage.SKIPPED, SaveStage.FAILED}
-# The stages that may follow each one; the others are ends.
-NEXT_STAGES: dict[SaveStage, set[SaveStage]] = {
-    SaveStage.CALLED: {SaveStage.HEEDED, SaveStage.FAILED},
-    SaveStage.HEEDED: {SaveStage.QUEUED, *_ENDS},
-    SaveStage.QUEUED: {SaveStage.STAGING, *_ENDS},
-    SaveStage.STAGING: {SaveStage.HELD, SaveStage.WRITING, *_ENDS},
-    SaveStage.HELD: {SaveStage.WRITING, *_ENDS},
-    SaveStage.WRITING: {SaveStage.PUBLISHED, *_ENDS},
-    SaveStage.PUBLISHED: {SaveStage.DONE},
-}
-
-
 class SaveRun:
     """One save, from its call to its end. Used on the engine's loop once it was submitted.
 
     Attributes:
+        request: The request, as the caller made it.
         step: The step, or None for a one-shot checkpoint.
         step_dir: Its directory.
-        stage: The present stage.
-        commit: The commit that the caller gets.
+        commit: The commit that the caller gets; its `stage` is that of the save.
         hooks: The engine's side of the commit.
+        jobs: The job behind the commit, once it was submitted.
+        cancel: Asks the save to stop, if it has begun.
         returned: Done once the caller may change or donate its arguments; holds the error that the
             call itself must raise.
+        recorder: Records the end of the save.
+        began_ns: Its start on the engine's loop, by `time.perf_counter_ns`.
+        is_heeded: True once the call has looked for errors of earlier saves, which it would raise.
+        is_staged: True once everything is in host memory, so that the next save may stage.
         waits_for_end: True if the call returns only when the save has ended.
         give_up: Asks the save to end.
         kept_seconds: For a save at preemption, the time since the save before it, or the run,
             began; such a save is never superseded.
         superseded_by: Step of the newer save for which this one was given up, or None.
+        cleaned_up: Set when the deletions after the commit have ended; None before it is published.
     """
 
-    def __init__(self, request: SaveRequest, check_caller: Callable[[], None]) -> None:
-        """Make a save that was called just now; see `Commit` for `check_caller`."""
-        jobs: list[Job[None]] = []
+    hooks: CommitHooks
+    recorder: EventRecorder
+    began_ns: int
+
+    def __init__(self, request: SaveRequest, loop: EngineLoop, commits: OpenCommits) -> None:
+        """Make a save that was called just now; `commits` reports its error."""
+        self.request = request
         self.step: int | None = request.step
         self.step_dir: str = request.step_dir
-        self.stage: SaveStage = SaveStage.CALLED
-        self.commit: Commit = Commit(
-            request.step, lambda: jobs[0].cancel(), check_caller, request.items
-        )
-        self.hooks: CommitHooks = CommitHooks(self.commit)
+        self.jobs: list[Job[None]] = []
+        # The commit may outlive this object, and does not keep it.
+        self.cancel: Callable[[], None] = partial(_cancel, loop, self.jobs)
+        self.commit: Commit = Commit(request.step, self.cancel, loop.check_caller, request.items)
         self.returned: Future[None] = Future()
+        self.is_heeded = False
+        self.is_staged = False
         self.waits_for_end = False
         self.give_up: Callable[[], None] = lambda: None
         self.kept_seconds: float | None = None
         self.superseded_by: int | None = None
-        self._jobs = jobs
+        self.cleaned_up: anyio.Event | None = None
+        self.loop: EngineLoop = loop
+        self._commits = commits
 
     def submit(
-        self,
-        loop: EngineLoop,
-        commits: OpenCommits,
-        where: str,
-        work: Callable[..., Awaitable[None]],
-        *args: Any,
+        self, where: str, work: Callable[..., Awaitable[None]], *args: Any
     ) -> tuple[Commit, Job[None], Future[None]]:
-        """Begin the save on the engine's loop; `commits` reports its error.
+        """Begin the save on the engine's loop; `where` is its place, for messages.
 
         Returns:
             The commit, the job behind it, and `returned`.
         """
-        commits.adopt(self.hooks, where)
+        self.hooks = CommitHooks(self.commit)
+        self._commits.adopt(self.hooks, where)
         try:
-            self._jobs.append(loop.submit(work, *args))
+            self.jobs.append(self.loop.submit(work, *args))
         except BaseException:
-            commits.drop(self.hooks)
+            self._commits.drop(self.hooks)
             raise
-        return self.commit, self._jobs[0], self.returned
+        return self.commit, self.jobs[0], self.returned
 
-    def enter(self, stage: SaveStage) -> None:
-        """Go on to the next stage."""
-        if stage not in NEXT_STAGES.get(self.stage, ()):
-            raise AssertionError(f"a save that is {self.stage.name} cannot become {stage.name}")
-        self.stage = stage
+    @contextlib.asynccontextmanager
+    async def ending(
+        self,
+        observers: tuple[Observer, ...],
+        newest: Callable[[], int | None] = lambda: None,
+        why_skipped: Callable[[BaseException], Awaitable[str | None]] | None = None,
+    ) -> AsyncIterator[None]:
+        """Run the body, which publishes the step; if it raises, end the save.
+
+        The save has ended after the body if its commit is done.
+
+        Args:
+            observers: Hear how it ends.
+            newest: Returns the newest durable step, for the message of a failed save.
+            why_skipped: Returns why an error ends the save as skipped; None if it is a failure.
+        """
+        self.recorder = EventRecorder("save", self.step, observers)
+        self.began_ns = time.perf_counter_ns()
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, CheckpointError) and self.step is not None:
+                error.locate(step=self.step)
+            reason = None if why_skipped is None else await why_skipped(error)
+            if reason is not None:
+                self.skip(reason)
+                return
+            self.recorder.end_badly(self.began_ns, error)
+            self.fail(error, newest())
+            if not isinstance(error, Exception):
+                raise
 
     def snapshot_taken(self) -> None:
         """Note that the caller may change or donate its arguments."""
-        if self.stage is SaveStage.STAGING:
-            self.enter(SaveStage.HELD)
         if not self.waits_for_end:
             self.returned.set_result(None)
 
@@ -144,32 +139,39 @@ class SaveRun:
         if not self.returned.done():
             self.returned.set_result(None)
 
-    def fail(
-        self, error: BaseException, request: SaveRequest, commits: OpenCommits, newest: int | None
-    ) -> None:
+    def fail(self, error: BaseException, newest: int | None) -> None:
         """Give the error to the call that waits for its snapshot, else to the commit."""
-        self.enter(SaveStage.FAILED)
         if not isinstance(error, Exception):
-            error = CommitCancelledError(
-                "the save was cancelled; nothing of it is left", step=request.step
-            )
+            error = self._cancelled()
         elif isinstance(error, DeadlineExceededError):
             # The frames of the error explain nothing, and would keep the staged data alive as long
             # as the commit.
             error.__traceback__ = error.__context__ = None
-        commits.fail(self.hooks, error, returned=self.returned.done(), newest=newest)
+        self._commits.fail(self.hooks, error, returned=self.returned.done(), newest=newest)
+        self.fail_call(error)
+        # A commit that waits for its error to be fetched must not keep the arrays alive.
+        self.request.items.clear()
+
+    def fail_call(self, error: Exception) -> None:
+        """Give the error to the call, if it still waits."""
         if not self.returned.done():
             self.returned.set_exception(error)
-        # A commit that waits for its error to be fetched must not keep the arrays alive.
-        request.items.clear()
 
-    def skip(self, reason: str, request: SaveRequest, commits: OpenCommits) -> None:
+    def _cancelled(self) -> CheckpointError:
+        return CommitCancelledError("the save was cancelled; nothing of it is left", step=self.step)
+
+    def skip(self, reason: str) -> None:
         """End the save without a step."""
-        self.enter(SaveStage.SKIPPED)
-        commits.drop(self.hooks)
-        request.items.clear()
+        self.recorder.end(self.began_ns, "skipped", reason=reason)
+        self._commits.drop(self.hooks)
+        self.request.items.clear()
         self.hooks.skip(reason)
         self.let_return()
+
+
+def _cancel(loop: EngineLoop, jobs: list[Job[None]]) -> None:
+    if jobs and not loop.is_forked:
+        jobs[0].cancel()
 
 
 class Backlog:
@@ -222,7 +224,6 @@ class Backlog:
 
     def join(self, save: SaveRun) -> None:
         """Append a save to the queue; `leave` must follow, however it ends."""
-        save.enter(SaveStage.QUEUED)
         if self._policy == "supersede":
             for other in self._queue[1:]:
                 # The first save writes already and goes on, so that the queue never starves.
@@ -237,11 +238,10 @@ class Backlog:
         Cancellation leaves the save as it is.
         """
         await self._until(lambda: self._may_stage(save))
-        save.enter(SaveStage.STAGING)
 
     def staged(self, save: SaveRun) -> None:
         """Note that the save needs no more staging memory; the next one may stage."""
-        save.enter(SaveStage.WRITING)
+        save.is_staged = True
         self._wake()
 
     async def first(self, save: SaveRun) -> None:
@@ -267,7 +267,7 @@ class Backlog:
 
     def _may_stage(self, save: SaveRun) -> bool:
         before = self.before(save)
-        return len(before) < _SLOTS and all(each.stage >= SaveStage.WRITING for each in before)
+        return len(before) < _SLOTS and all(each.is_staged for each in before)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():

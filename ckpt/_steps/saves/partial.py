@@ -8,15 +8,12 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-import anyio
 from msgspec.structs import replace
 
 from ckpt._arguments import check_step
-from ckpt._commit import Commit, CommitHooks
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest
-from ckpt._events import EventRecorder
-from ckpt._runtime.loop import EngineLoop, Job
+from ckpt._steps.saves.backlog import SaveRun
 from ckpt._steps.saves.overwrite import clear_name, remove_others, with_plain_metrics
 from ckpt._steps.saves.queue import SaveQueue
 from ckpt._steps.saves.save_arguments import make_request
@@ -26,20 +23,18 @@ if TYPE_CHECKING:
     from ckpt._job.solo_save import SoloSave
 
 
-class OpenSave:
-    """One partial save, for both of its faces. Its methods may be called from any thread."""
+class OpenSave(SaveRun):
+    """One partial save, for both of its faces. Its methods may be called from any thread.
+
+    It is in no backlog: it goes on beside other saves. Once `returned` is done, parts may come.
+    """
 
     def __init__(self, saves: SaveQueue, request: SaveRequest, processes: SoloSave) -> None:
         """Make a save that has not begun; `saves` reports its error if no caller does."""
-        self.request = request
+        super().__init__(request, saves.loop, saves.commits)
         self._processes = processes
-        self.commit: Commit = Commit(request.step, self.cancel, saves.loop.check_caller)
-        self.loop: EngineLoop = saves.loop
-        # Done once parts may come; holds the error if they may not.
-        self.opened: Future[None] = Future()
         self._saves = saves
         self._guard = threading.Lock()
-        self.job: Job[None] | None = None
         # Set on the engine's loop.
         self._calls: SaveCalls | None = None
         # Parts whose snapshots callers wait for.
@@ -52,7 +47,7 @@ class OpenSave:
         self._reason: str | None = None
 
     def __repr__(self) -> str:
-        state = self._ended or ("open" if self.job is not None else "not begun")
+        state = self._ended or ("open" if self.jobs else "not begun")
         return f"<PartialSave step={self.request.step} {state}>"
 
     @property
@@ -63,20 +58,21 @@ class OpenSave:
     @property
     def ended(self) -> Future[None]:
         """Done when the whole save has ended, including its cleanup."""
-        if self.job is None:
-            done: Future[None] = Future()
-            done.set_result(None)
-            return done
-        return self.job.future
+        if self.jobs:
+            return self.jobs[0].future
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def open(self) -> Future[None]:
-        """Begin the save unless it has begun; return `opened`."""
+        """Begin the save unless it has begun; return `returned`."""
+        saves = self._saves
         with self._guard:
             self._check_open()
-            if self.job is None:
-                with self._saves.opening(check_step(self.request.step), self.give_up):
-                    self.job = self.loop.submit(self.run)
-        return self.opened
+            if not self.jobs:
+                with saves.opening(check_step(self.step), self.abandon):
+                    self.submit(saves.root.storage.location, self.run)
+        return self.returned
 
     def check_part(self, state: Any, items: Mapping[str, Any] | None) -> SaveRequest:
         """Return the request of a part.
@@ -85,8 +81,7 @@ class OpenSave:
             InvalidArgumentError: An argument is invalid. Nothing was changed.
             ClosedError: The save has ended.
         """
-        step = self.request.step
-        part = make_request("", step, state, items, None, None, if_exists="error")
+        part = make_request("", self.step, state, items, None, None, if_exists="error")
         with self._guard:
             self._check_open()
             if self._unnamed not in (None, part.unnamed):
@@ -94,7 +89,7 @@ class OpenSave:
                     "the parts before have "
                     + ("no name: give this one as a tree, too" if self._unnamed else "names: ")
                     + ("" if self._unnamed else "give this one as items={name: object}, too"),
-                    step=step,
+                    step=self.step,
                 )
             self._unnamed = part.unnamed
         return part
@@ -143,13 +138,13 @@ class OpenSave:
             self._check_open()
             is_empty = not self._count
             self._ended = "discarded" if is_empty else "finalized"
-            self._saves.closed(self.give_up)
+            self._saves.closed(self.abandon)
         if is_empty:
             self.cancel()
             return InvalidArgumentError(
                 "a partial save without any part: call save() before it is finalized, or "
                 "discard() it",
-                step=self.request.step,
+                step=self.step,
             )
         try:
             self.loop.submit(self._finish)
@@ -175,16 +170,12 @@ class OpenSave:
             self._ended = "discarded"
         self.cancel()
 
-    def cancel(self) -> None:
-        if self.job is not None and not self.loop.is_forked:
-            self.job.cancel()
-
-    def give_up(self, reason: str) -> None:
+    def abandon(self, reason: str) -> None:
         """Discard the save and give its owner the reason, unless the owner has ended it.
 
         Takes no lock, so that the garbage collector may call it anywhere.
         """
-        if self._ended is None and self.job is not None:
+        if self._ended is None and self.jobs:
             self._reason = reason
             self.cancel()
 
@@ -202,63 +193,41 @@ class OpenSave:
     def _closed_error(self) -> ClosedError:
         return ClosedError(
             f"this partial save was {self._ended or 'discarded'} already; start another one",
-            step=self.request.step,
+            step=self.step,
         )
 
     async def run(self) -> None:
         """Run the save to its end, on the engine's loop."""
-        saves, root = self._saves, self._saves.root
+        saves, root, processes = self._saves, self._saves.root, self._processes
         request = replace(self.request, parent=saves.history.parent)
         step = check_step(request.step)
-        began_ns = time.perf_counter_ns()
-        recorder = EventRecorder("save", request.step, saves.engine.observers)
-        hooks = CommitHooks(self.commit)
-        self._calls = SaveCalls()
-        saves.commits.adopt(hooks, root.storage.location)
+        calls = self._calls = SaveCalls()
         try:
-            failure = saves.commits.take_before(step)
-            if failure is not None:
-                raise failure
-            await root.open()
-            engine = saves.engine
-            request, others, _ = await clear_name(root, saves.history, request)
-            await root.begin()
-            self.opened.set_result(None)
-            manifest = await save_step(
-                engine,
-                root.storage,
-                await with_plain_metrics(request),
-                hooks,
-                self._calls,
-                self._processes,
-            )
-            await remove_others(root.storage, others)
-        except BaseException as error:
-            if isinstance(error, CheckpointError):
-                error.locate(step=step)
-            recorder.end_badly(began_ns, error)
-            self._end_badly(error, hooks)
-            if not isinstance(error, Exception):
-                raise
-            return
+            async with self.ending(saves.engine.observers, lambda: saves.newest):
+                await processes.heed(lambda: saves.commits.take_before(step), in_doubt=False)
+                await root.open()
+                request, others, _ = await clear_name(root, saves.history, request)
+                await root.begin()
+                self.returned.set_result(None)
+                request = await with_plain_metrics(request)
+                where = saves.engine, root.storage
+                manifest = await save_step(*where, request, self.hooks, calls, processes)
+                await remove_others(root.storage, others)
         finally:
-            saves.closed(self.give_up)
-        cleaned_up = anyio.Event()
-        saves.cleaning_up.append(cleaned_up)
-        await saves.finish(
-            cleaned_up, request, manifest, hooks, recorder, began_ns, self._processes
-        )
+            saves.closed(self.abandon)
+        if not self.commit.done():
+            saves.published(self)
+            await saves.finish(self, manifest, processes)
 
-    def _end_badly(self, error: BaseException, hooks: CommitHooks) -> None:
-        if not isinstance(error, Exception):
-            what = "nothing of the partial save is left"
-            kind = CommitCancelledError if self._reason is None else ClosedError
-            error = kind(f"{self._reason or 'it was cancelled'}; {what}", step=self.request.step)
-        returned, newest = self.opened.done(), self._saves.newest
-        self._saves.commits.fail(hooks, error, returned=returned, newest=newest)
-        if not self.opened.done():
-            # If the owner ended the save first, a waiting caller gets the error of a closed save.
-            self.opened.set_exception(error if self._ended is None else self._closed_error())
+    def fail_call(self, error: Exception) -> None:
+        """Give the error to the calls that wait for the beginning, or for their parts."""
+        # If the owner ended the save first, a waiting caller gets the error of a closed save.
+        super().fail_call(error if self._ended is None else self._closed_error())
         self._refuse_waiting()
         if self._calls is not None:
             self._calls.drop()
+
+    def _cancelled(self) -> CheckpointError:
+        what = "nothing of the partial save is left"
+        kind = CommitCancelledError if self._reason is None else ClosedError
+        return kind(f"{self._reason or 'it was cancelled'}; {what}", step=self.step)

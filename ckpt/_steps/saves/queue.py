@@ -1,15 +1,15 @@
 """`SaveQueue`: the saves of one root that are under way.
 
-A `SaveRun` is the state of one save, and `SaveStage` lists the stages that it goes through. These
-objects keep the rest; each is set and waited for as follows:
+A `SaveRun` is the state of one save, and drives it to its end. These objects are set and waited for
+as follows:
 
     what                   is set by                              is waited for by
     ---------------------  -------------------------------------  ----------------------------
-    run.stage              `_save`, `Backlog`                     `admitted` of later saves
+    run.is_staged          `Backlog.staged`                       `admitted` of later saves
     run.returned (Future)  `_save`: at the snapshot or an error   the caller of save()
     Job.future             the engine's loop, at the very end     a caller that cancels
     Commit                 `finish`, `run.skip`, or `run.fail`    all that await the commit
-    cleaned_up (Event)     `finish`, after the deletions          `idle`
+    run.cleaned_up (Event) `finish`, after the deletions          `idle`
     run.superseded_by      `Backlog.join` of a newer save         nothing: it cancels the save
     call.stagings          handlers' calls, and staging after     nothing: 0 calls `on_staged`
     call.caller_released   the pipeline, at `on_snapshot`         digests and encoding
@@ -32,7 +32,7 @@ import anyio
 from msgspec.structs import replace
 
 from ckpt._arguments import check_step
-from ckpt._commit import Commit, CommitHooks, StepInfo, step_info
+from ckpt._commit import Commit, StepInfo, step_info
 from ckpt._engine.engine import Engine
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest, step_exists
@@ -44,14 +44,14 @@ from ckpt._redaction import redact
 from ckpt._runtime.loop import EngineLoop, Job
 from ckpt._settings import IfExists
 from ckpt._steps.root import Root
-from ckpt._steps.saves.backlog import Backlog, SaveRun, SaveStage
+from ckpt._steps.saves.backlog import Backlog, SaveRun
 from ckpt._steps.saves.commits import OpenCommits
 from ckpt._steps.saves.history import SaveHistory
 from ckpt._steps.saves.overwrite import clear_name, remove_others, with_plain_metrics
 from ckpt._steps.saves.preemption import Preemption
 from ckpt._steps.saves.save_arguments import make_request
 from ckpt._tree.table import format_bytes
-from ckpt.errors import CheckpointError, SaveSkippedError, StorageError
+from ckpt.errors import SaveSkippedError, StorageError
 
 if TYPE_CHECKING:
     from ckpt._job.solo_save import JobSave
@@ -108,7 +108,7 @@ class SaveQueue:
         self._guard = threading.Lock()
         # Events, set when the deletions after a commit have ended; the next save does not wait for
         # them.
-        self.cleaning_up: list[anyio.Event] = []
+        self._cleaning_up: list[anyio.Event] = []
         self.history: SaveHistory = SaveHistory(engine.now_ns, preemption)
 
     @property
@@ -185,10 +185,8 @@ class SaveQueue:
             raise
         # Ask on the caller's thread, which may install signal handlers; the answer is kept.
         self._preemption.reached(step)
-        run = SaveRun(request, self.loop.check_caller)
-        given = request, force, run, refuse
-        where = self.root.storage.location
-        return run.submit(self.loop, self.commits, where, self._save, *given)
+        run = SaveRun(request, self.loop, self.commits)
+        return run.submit(self.root.storage.location, self._save, request, force, run, refuse)
 
     @contextlib.contextmanager
     def opening(self, step: int, give_up: Callable[[str], None]) -> Iterator[None]:
@@ -217,103 +215,89 @@ class SaveQueue:
         refuse: Refuse | None,
     ) -> None:
         """Run one save to its end; its outcome goes to its commit, or to the waiting call."""
-        hooks = run.hooks
-        began_ns = time.perf_counter_ns()
+        hooks, storage = run.hooks, self.root.storage
         step = check_step(request.step)
-        logger.debug("saving step %s of %s", step, redact(self.root.storage.location))
+        logger.debug("saving step %s of %s", step, redact(storage.location))
         request = replace(request, parent=self.history.parent)
         # This line comes before the first await, because it takes the turn of this call. Turns are
         # counted by step, so that an extra or missing call in one process harms no other step.
         processes = self.root.processes.save(_kind_of(request.step_dir), _save_title(step))
-        recorder = EventRecorder("save", step, self.engine.observers)
         backlog = self._backlog = self._backlog or Backlog(self._policy)
         refusal: str | None = None
         backlog.called(run)
         scope = anyio.CancelScope()
-        cleaned_up = anyio.Event()
         may_refuse = (
             self.root.options.save_when is not None or self._policy == "skip" or refuse is not None
         ) and not force
-        try:
-            # A newer save that supersedes this one cancels the scope.
-            with scope:
-                async with processes.taking_part(may_refuse=may_refuse):
-                    made_first = force or self.history.context(step).preempted
-                    await processes.heed(
-                        lambda: None if made_first else self.commits.take_before(step),
-                        in_doubt=not made_first and self.commits.are_in_doubt(hooks),
-                    )
-                    run.enter(SaveStage.HEEDED)
-                    async with processes.busy():
-                        await self.prepare(step)
-                    with time_limit(request.timeout, hooks):
-                        run.give_up = scope.cancel
-                        refusal = await self._decide(force, run, processes, refuse)
-                    if refusal is None:
-                        with time_limit(request.timeout, hooks):
-                            request, others = await self._admitted(request, run, processes)
-                        recorder.report("wait", began_ns, time.perf_counter_ns())
-                        call = SaveCall(
-                            request.items,
-                            request.unnamed,
-                            run.snapshot_taken,
-                            partial(backlog.staged, run),
-                            hooks.watch.began,
-                        )
-                        manifest = await save_step(
-                            self.engine,
-                            self.root.storage,
-                            request,
-                            hooks,
-                            SaveCalls(call),
-                            processes,
-                            may_write=partial(self._until_first, run),
-                        )
-                        await remove_others(self.root.storage, others)
-                if refusal is None:
-                    # Added before the save leaves, so that `idle` sees the one or the other.
-                    self.cleaning_up.append(cleaned_up)
-                    run.enter(SaveStage.PUBLISHED)
-        except BaseException as error:
-            if isinstance(error, CheckpointError):
-                error.locate(step=step)
-            if run.stage is SaveStage.CALLED:
+
+        async def why_skipped(error: BaseException) -> str | None:
+            if not run.is_heeded:
                 # The error belongs to an earlier save.
                 if processes.was_heard(error):
                     self.commits.excuse(hooks)
             elif isinstance(error, SaveSkippedError):
-                where = redact(self.root.storage.location)
                 text = "step %d of %s was not saved again: %s"
-                logger.log(self.root.options.log_level, text, step, where, error.message)
-                recorder.end(began_ns, "skipped", reason=error.message)
-                run.skip(error.message, request, self.commits)
-                return
+                level, where = self.root.options.log_level, redact(storage.location)
+                logger.log(level, text, step, where, error.message)
+                return error.message
             elif refuse is not None and isinstance(error, StorageError):
-                refusal = await refuse(error)
-                recorder.end(began_ns, "skipped", reason=refusal)
-                run.skip(str(refusal), request, self.commits)
-                return
+                return str(await refuse(error))
             elif processes.is_raised_later(error):
                 run.let_return()
-            recorder.end_badly(began_ns, error)
-            run.fail(error, request, self.commits, self.newest)
-            if not isinstance(error, Exception):
-                raise
-            return
+            return None
+
+        try:
+            async with run.ending(self.engine.observers, lambda: self.newest, why_skipped):
+                # A newer save that supersedes this one cancels the scope.
+                with scope:
+                    async with processes.taking_part(may_refuse=may_refuse):
+                        made_first = force or self.history.context(step).preempted
+                        await processes.heed(
+                            lambda: None if made_first else self.commits.take_before(step),
+                            in_doubt=not made_first and self.commits.are_in_doubt(hooks),
+                        )
+                        run.is_heeded = True
+                        async with processes.busy():
+                            await self.prepare(step)
+                        with time_limit(request.timeout, hooks):
+                            run.give_up = scope.cancel
+                            refusal = await self._decide(force, run, processes, refuse)
+                        if refusal is None:
+                            with time_limit(request.timeout, hooks):
+                                request, others = await self._admitted(request, run, processes)
+                            run.recorder.report("wait", run.began_ns, time.perf_counter_ns())
+                            call = SaveCall(
+                                request.items,
+                                request.unnamed,
+                                run.snapshot_taken,
+                                partial(backlog.staged, run),
+                                hooks.watch.began,
+                            )
+                            manifest = await save_step(
+                                self.engine,
+                                storage,
+                                request,
+                                hooks,
+                                SaveCalls(call),
+                                processes,
+                                may_write=partial(self._until_first, run),
+                            )
+                            await remove_others(storage, others)
+                    if refusal is None:
+                        self.published(run)
         finally:
             backlog.decided(run)
             if backlog.leave(run):
-                is_there = run.stage is SaveStage.PUBLISHED
+                is_there = run.cleaned_up is not None
                 self.history.end(run, (hooks.watch.taken.blocked or 0.0) if is_there else None)
+        if run.commit.done():
+            return
         if scope.cancelled_caught:
             refusal = f"superseded by step {run.superseded_by} (backlog='supersede')"
         if refusal is not None:
-            recorder.end(began_ns, "skipped", reason=refusal)
-            run.skip(refusal, request, self.commits)
+            run.skip(refusal)
             return
-        kept = run.kept_seconds
-        await self.finish(cleaned_up, request, manifest, hooks, recorder, began_ns, processes, kept)
-        run.enter(SaveStage.DONE)
+        await self.finish(run, manifest, processes)
         # The call may wait to hear whether an equal step was there, which has gone since.
         run.let_return()
         # This work uses the pause before the next save; nothing waits for it.
@@ -386,11 +370,10 @@ class SaveQueue:
 
     async def _until_first(self, run: SaveRun) -> None:
         assert self._backlog is not None
-        recorder = EventRecorder("save", run.step, self.engine.observers)
         began = time.perf_counter()
         # The arrays are being staged meanwhile: the call does not wait for this.
         await self.root.begin()
-        with recorder.phase("wait"):
+        with run.recorder.phase("wait"):
             await self._patiently(partial(self._backlog.first, run), f"step {run.step}")
         run.hooks.watch.add("waited", began)
 
@@ -416,32 +399,24 @@ class SaveQueue:
             saves,
         )
 
-    async def finish(
-        self,
-        cleaned_up: anyio.Event,
-        request: SaveRequest,
-        manifest: Manifest,
-        hooks: CommitHooks,
-        recorder: EventRecorder,
-        began_ns: int,
-        processes: JobSave,
-        kept_seconds: float | None = None,
-    ) -> None:
+    def published(self, run: SaveRun) -> None:
+        """Let `idle` wait for the deletions after a save, which `finish` does; called first."""
+        run.cleaned_up = anyio.Event()
+        self._cleaning_up.append(run.cleaned_up)
+
+    async def finish(self, run: SaveRun, manifest: Manifest, processes: JobSave) -> None:
         """Report a published step, then delete the steps that are no longer kept.
 
         Args:
-            cleaned_up: Event in `cleaning_up`; removed and set after the deletions.
-            request: The request of the save.
+            run: The save.
             manifest: The manifest of the step.
-            hooks: The commit of the save.
-            recorder: Records the end of the save.
-            began_ns: Start of the save, by `time.perf_counter_ns`.
             processes: The part of this process in the save; who publishes does the deletions.
-            kept_seconds: See `SaveRun`.
         """
+        assert run.cleaned_up is not None
+        hooks = run.hooks
         try:
             self.commits.drop(hooks)
-            path = f"{self.root.storage.location}/{request.step_dir}"
+            path = f"{self.root.storage.location}/{run.step_dir}"
             info = step_info(manifest, path, hooks.watch.taken)
             # Set before the commit is done: a deletion that its caller starts must know the step.
             self.root.retention.newest = manifest.step
@@ -449,12 +424,12 @@ class SaveQueue:
             save = save_id(manifest.save, manifest.created_ns)
             self.on_committed(info, save, hooks.commit)
             # Observers first: once the commit is done, the line is written and the bar is gone.
-            recorder.end(began_ns, "ok", nbytes=info.nbytes)
+            run.recorder.end(run.began_ns, "ok", nbytes=info.nbytes)
             hooks.finish(info, in_root=not self.has_next_tier)
             kept = ""
-            if kept_seconds is not None:
-                recorder.preempted(kept_seconds)
-                kept = f"; the run was preempted, and {kept_seconds:.0f} s of training are kept"
+            if run.kept_seconds is not None:
+                run.recorder.preempted(run.kept_seconds)
+                kept = f"; the run was preempted, and {run.kept_seconds:.0f} s of training are kept"
             logger.log(
                 self.root.options.log_level,
                 "saved step %s of %s: %s in %.2f s (blocked %.2f s)%s",
@@ -465,10 +440,10 @@ class SaveQueue:
                 hooks.watch.taken.blocked or 0.0,
                 kept,
             )
-            await processes.if_publishing(partial(self._clean_up, check_step(request.step)))
+            await processes.if_publishing(partial(self._clean_up, check_step(run.step)))
         finally:
-            self.cleaning_up.remove(cleaned_up)
-            cleaned_up.set()
+            self._cleaning_up.remove(run.cleaned_up)
+            run.cleaned_up.set()
 
     async def _clean_up(self, step: int) -> None:
         if await self.before_retention(step):
@@ -478,7 +453,7 @@ class SaveQueue:
         """Wait until every save that was started has ended, and the deletions after it."""
         if self._backlog is not None:
             await self._patiently(self._backlog.idle, "the program")
-        for cleaned_up in list(self.cleaning_up):
+        for cleaned_up in list(self._cleaning_up):
             await cleaned_up.wait()
 
     async def finished(self, wait: Callable[[], Awaitable[object]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt import errors
+from ckpt._format.manifest import ItemEntry
 from ckpt._runtime.futures import settled_here
-from ckpt._steps.saves.backlog import SaveStage
+from ckpt.handlers._base import Deferred
+from tests.support.conditions import until
 from tests.support.gated_item import PATIENCE_S, Gate, GateHandler
 from tests.support.trees import assert_same
 
@@ -77,7 +80,7 @@ def test_a_third_save_waits_for_the_first(tmp_path: Path) -> None:
         assert queue is not None
         while len(queue._queue) < 3:
             os.sched_yield()
-        admitted = [save.step for save in queue._queue if save.stage > SaveStage.QUEUED]
+        admitted = [save.step for save in queue._queue if save.commit.stage != "waiting"]
         assert admitted == [0, 1]
         assert not third.done()
         gates[0].open()
@@ -89,6 +92,46 @@ def test_a_third_save_waits_for_the_first(tmp_path: Path) -> None:
         gates[1].open()
         commits[2].result(PATIENCE_S)
     assert ended == [0, 1, 2]
+
+
+class SlowToStage(Gate):
+    """An item that is staged when the gate is opened, and durable at once."""
+
+
+class SlowHandler(GateHandler):
+    name = "slow"
+
+    def accepts(self, item: Any) -> bool:
+        return isinstance(item, SlowToStage)
+
+    async def stage(self, item: Gate, writer: Any) -> Awaitable[ItemEntry]:
+        entry = await (await super().stage(item, writer))
+
+        async def commit() -> ItemEntry:
+            return entry
+
+        return Deferred(commit)
+
+
+def test_a_save_stages_only_when_the_one_before_needs_no_more_memory(tmp_path: Path) -> None:
+    gate = SlowToStage()
+    handlers = [SlowHandler()]
+    with (
+        ckpt.sync.CheckpointManager(tmp_path, handlers=handlers) as mgr,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        first = threads.submit(mgr.save, 1, items={"slow": gate})
+        gate.reached.wait(PATIENCE_S)
+        second = threads.submit(mgr.save, 2, state(2))
+        queue = mgr._service.saves._backlog
+        assert queue is not None
+        until(lambda: len(queue._queue) == 2)
+        may_stage = queue._may_stage(queue._queue[1])
+        gate.open()
+        first.result(PATIENCE_S).result(PATIENCE_S)
+        second.result(PATIENCE_S).result(PATIENCE_S)
+    assert not may_stage
+    assert names(tmp_path) == {"1", "2"}
 
 
 def test_skip_saves_nothing_and_says_why(tmp_path: Path) -> None:

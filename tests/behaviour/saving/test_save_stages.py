@@ -1,8 +1,7 @@
-"""The stages of saves: each way from one to the next is gone by some save, and no other."""
+"""The stages of saves, as their commits show them, from the call to each of the ends."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,8 +15,6 @@ import ckpt
 import ckpt.sync
 from ckpt import errors
 from ckpt._format.manifest import ItemEntry
-from ckpt._steps.saves.backlog import NEXT_STAGES, SaveRun, SaveStage
-from ckpt._steps.saves.save_arguments import make_request
 from ckpt.handlers._base import Deferred
 from tests.support.conditions import until
 from tests.support.gated_item import PATIENCE_S, Gate, GateHandler
@@ -27,7 +24,7 @@ BUDGET = 1 << 20
 LARGE: dict[str, Any] = {name: jnp.ones(1 << 17, jnp.float32) for name in "abcd"}
 SMALL = {"w": np.zeros(3)}
 
-Stages = list[SaveStage]
+Stages = list[str]
 # What became of each save, in the order of calls.
 Seen = list[Stages]
 
@@ -69,21 +66,21 @@ def viewing(root: Path, **options: Any) -> ckpt.sync.CheckpointManager:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """The stages of each save that the test makes, in the order of the calls."""
-    found: dict[SaveRun, Stages] = {}
-    begin, enter = SaveRun.__init__, SaveRun.enter
-
-    def begun(self: SaveRun, *args: Any) -> None:
-        begin(self, *args)
-        found[self] = [self.stage]
-        every.append(found[self])
-
-    def entered(self: SaveRun, stage: SaveStage) -> None:
-        enter(self, stage)
-        found[self].append(stage)
-
+    stages_of: dict[int, Stages] = {}
+    # Kept, so that no other commit gets the id of one that is gone.
+    commits: list[ckpt.Commit] = []
     every: Seen = []
-    monkeypatch.setattr(SaveRun, "__init__", begun)
-    monkeypatch.setattr(SaveRun, "enter", entered)
+
+    def stage(self: ckpt.Commit) -> str:
+        return stages_of[id(self)][-1]
+
+    def enter(self: ckpt.Commit, stage: str) -> None:
+        if id(self) not in stages_of:
+            commits.append(self)
+            every.append(stages_of.setdefault(id(self), []))
+        stages_of[id(self)].append(stage)
+
+    monkeypatch.setattr(ckpt.Commit, "_stage", property(stage, enter), raising=False)
     return every
 
 
@@ -155,43 +152,59 @@ def superseded_or_cancelled(root: Path, end: str, state: Any) -> None:
         gate.open()
 
 
-S = SaveStage
-JOINED = [S.CALLED, S.HEEDED, S.QUEUED]
-WHOLE = [*JOINED, S.STAGING, S.WRITING, S.PUBLISHED, S.DONE]
+def in_two_parts(root: Path) -> None:
+    with manager(root) as mgr, mgr.partial(1) as part:
+        part.save({"a": SMALL})
+        part.save({"b": SMALL})
+
+
+def in_parts_with_a_broken_one(root: Path) -> None:
+    with manager(root) as mgr:
+        part = mgr.partial(1)
+        part.save(items={"x": SMALL})
+        with pytest.raises(errors.InvalidArgumentError, match="staged"):
+            part.save(items={"y": Broken("staged")})
+
+
+def in_parts_after_a_failure_that_nobody_has_seen(root: Path) -> None:
+    with manager(root) as mgr:
+        failed = mgr.save(1, items={"x": Broken("written")})
+        until(failed.done)
+        with pytest.raises(errors.InvalidArgumentError, match="earlier save"):
+            mgr.partial(2).save(SMALL)
+
+
+SAVED = ["waiting", "staging", "writing"]
+WHOLE = [*SAVED, "publishing", "done"]
 CASES: list[tuple[Callable[..., None], tuple[Any, ...], Seen]] = [
     (staged_before_the_call_returns, (), [WHOLE]),
-    (
-        held_after_the_call_has_returned,
-        (),
-        [[*JOINED, S.STAGING, S.HELD, S.WRITING, S.PUBLISHED, S.DONE]],
-    ),
-    (refused_by_a_policy, (), [[S.CALLED, S.HEEDED, S.SKIPPED]]),
-    (with_a_policy_that_fails, (), [[S.CALLED, S.HEEDED, S.FAILED]]),
+    (held_after_the_call_has_returned, (), [WHOLE]),
+    (refused_by_a_policy, (), [["waiting", "skipped"]]),
+    (with_a_policy_that_fails, (), [["waiting", "failed"]]),
     (
         after_a_failure_that_nobody_has_seen,
         (),
-        [[*JOINED, S.STAGING, S.WRITING, S.FAILED], [S.CALLED, S.FAILED]],
+        [[*SAVED, "failed"], ["waiting", "failed"]],
     ),
-    (failing_while_it_is_staged, (), [[*JOINED, S.STAGING, S.FAILED]]),
+    (failing_while_it_is_staged, (), [["waiting", "staging", "failed"]]),
     (
         behind_a_save_of_the_same_step,
         (),
-        [WHOLE, [*JOINED, S.SKIPPED], [*JOINED, S.FAILED]],
+        [WHOLE, ["waiting", "skipped"], ["waiting", "failed"]],
     ),
     (
         of_a_step_that_exists,
         (),
-        [WHOLE, [*JOINED, S.STAGING, S.SKIPPED], [*JOINED, S.STAGING, S.WRITING, S.SKIPPED]],
+        [WHOLE, ["waiting", "skipped"], [*SAVED, "publishing", "skipped"]],
     ),
+    (superseded_or_cancelled, ("superseded", LARGE), [WHOLE, [*SAVED, "skipped"], WHOLE]),
+    (superseded_or_cancelled, ("cancelled", LARGE), [WHOLE, [*SAVED, "failed"]]),
+    (in_two_parts, (), [[*SAVED, "staging", "writing", "publishing", "done"]]),
+    (in_parts_with_a_broken_one, (), [[*SAVED, "staging", "failed"]]),
     (
-        superseded_or_cancelled,
-        ("superseded", LARGE),
-        [WHOLE, [*JOINED, S.STAGING, S.HELD, S.SKIPPED], WHOLE],
-    ),
-    (
-        superseded_or_cancelled,
-        ("cancelled", LARGE),
-        [WHOLE, [*JOINED, S.STAGING, S.HELD, S.FAILED]],
+        in_parts_after_a_failure_that_nobody_has_seen,
+        (),
+        [[*SAVED, "failed"], ["waiting", "failed"]],
     ),
 ]
 
@@ -206,25 +219,3 @@ def test_a_save_goes_through_its_stages(
 ) -> None:
     saves(tmp_path, *given)
     assert seen == expected
-
-
-def test_the_saves_above_take_every_way_that_there_is() -> None:
-    taken: dict[SaveStage, set[SaveStage]] = {}
-    for _, _, every in CASES:
-        for stages in every:
-            for here, there in itertools.pairwise(stages):
-                taken.setdefault(here, set()).add(there)
-    assert taken == NEXT_STAGES
-
-
-@pytest.mark.parametrize("here", SaveStage)
-def test_a_save_takes_no_other_way(here: SaveStage) -> None:
-    for there in SaveStage:
-        run = SaveRun(make_request("1", 1, {}, None, None, None, if_exists="equal"), lambda: None)
-        run.stage = here
-        if there in NEXT_STAGES.get(here, ()):
-            run.enter(there)
-            assert run.stage is there
-        else:
-            with pytest.raises(AssertionError, match=f"{here.name} cannot become {there.name}"):
-                run.enter(there)
