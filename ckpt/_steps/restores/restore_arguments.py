@@ -19,7 +19,7 @@ from ckpt._plan.leaf_entries import unread_items
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.restores.restore_options import RestoreOptions
 from ckpt._steps.step_metadata import ItemInfo
-from ckpt._tree.item_leaves import branch_of
+from ckpt._tree.item_leaves import branch_of, split_leaf
 from ckpt._tree.leaf_specs import is_function
 from ckpt._tree.table import format_bytes
 from ckpt.errors import InvalidArgumentError, ItemDroppedError
@@ -81,7 +81,8 @@ def context_of(
 def wanted_items(manifest: Manifest, options: RestoreOptions) -> dict[str, ItemTarget]:
     """Return the items to load, each with its target and the allowed differences.
 
-    With `at`, the target is the branch of the one item at that leaf path.
+    With `at`, the target is the branch of the one item at that leaf path; where `items` names the
+    item, the path may name it, too.
 
     Raises:
         InvalidArgumentError: `like` and `items` are both given, `like` does not say which of
@@ -101,6 +102,9 @@ def wanted_items(manifest: Manifest, options: RestoreOptions) -> dict[str, ItemT
         _check_like(each, manifest, name)
     given: object = options.adapt
     if at is not None:
+        if options.items is not None and isinstance(at, str):
+            named, path = split_leaf(at, manifest.items)
+            at = path if path and list(likes) == [named] else at
         given = _branch(at, given, likes, manifest)
     if given is None or isinstance(given, Adapt):
         return {name: ItemTarget(each, given or Adapt()) for name, each in likes.items()}
@@ -156,13 +160,10 @@ def _likes(
                 "pass like= for a whole checkpoint, or items={name: like}, and not both",
                 step=manifest.step,
             )
-        if isinstance(items, str):
-            what = f"a list of item names, such as [{shown(items)}]"
-            raise invalid("items", items, what, step=manifest.step)
         given: object = items
-        if not isinstance(given, Iterable):
-            what = "item names, or a dict of item names to targets"
-            raise invalid("items", items, what, step=manifest.step)
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            hint = f"such as [{shown(given)}]" if isinstance(given, str) else "or a dict to targets"
+            raise invalid("items", given, f"a list of item names, {hint}", step=manifest.step)
         likes = dict(items) if isinstance(items, Mapping) else dict.fromkeys(items)
         _refuse_dropped(manifest, likes)
         return likes

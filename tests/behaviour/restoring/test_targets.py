@@ -180,6 +180,21 @@ def test_a_branch_of_an_item(tmp_path: Path) -> None:
             mgr.restore(1, at="params")
 
 
+def test_a_branch_may_name_the_item_that_is_loaded(tmp_path: Path) -> None:
+    inner = {"params": np.ones(3), "model": {"params": np.zeros(2)}}
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        mgr.save(1, items={"model": inner, "n": {"a": 1}}, durable=True)
+        for items in (["model"], {"model": np.zeros(3)}):
+            found = mgr.restore(1, items=items, at="model:params")
+            assert found["model"].tolist() == [1, 1, 1]
+        # The item is named already, so this is a branch of it.
+        found = ckpt.sync.load(tmp_path / "1", items=["model"], at="model")
+        assert found["model"].keys() == {"params"}
+        for several in (["n"], ["model", "n"]):
+            with pytest.raises(errors.CheckpointError, match="model:params"):
+                mgr.restore(1, items=several, at="model:params")
+
+
 @pytest.mark.parametrize(
     ("at", "adapt", "message"),
     [
