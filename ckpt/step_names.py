@@ -117,11 +117,8 @@ class Composite:
 
     def step(self, name: str) -> int | None:
         """Return the step that has this name in any of the kinds, or None."""
-        for each in (self._write, *self._read):
-            step = each.step(name)
-            if step is not None:
-                return step
-        return None
+        found = (each.step(name) for each in (self._write, *self._read))
+        return next((step for step in found if step is not None), None)
 
     def __repr__(self) -> str:
         return f"Composite({', '.join(map(repr, (self._write, *self._read)))})"

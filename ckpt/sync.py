@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckpt._api.hints import no_attribute
 from ckpt._api.plain.manager import CheckpointManager
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ else:
     def __getattr__(name: str) -> Any:
         # The calls without a manager are loaded when one is first used.
         if name not in __all__:
-            raise AttributeError(f"module 'ckpt.sync' has no attribute {name!r}")
+            raise no_attribute("module 'ckpt.sync'", name)
         from ckpt._api.plain import functions
 
         return getattr(functions, name)

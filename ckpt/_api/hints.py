@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -52,50 +53,46 @@ _NAMES = {
     "item_metadata": "metadata(step) describes the items",
     "load": "say restore(step, like)",
     "restore": "say load(path, like)",
-    "wait": "say wait_until_finished()",
+    "wait": "a manager has wait_until_finished()",
 }
 
 
 def hinted(function: Call) -> Call:
     """Return the function; if it is called with an unknown keyword, the error names the right one.
 
-    A coroutine function stays one.
+    A coroutine function stays one, and a class stays the same, with such an `__init__`.
     """
-    if inspect.iscoroutinefunction(function):
+    if isinstance(function, type):
+        cls: Any = function
+        cls.__init__ = hinted(cls.__init__)
+        return function
 
-        @functools.wraps(function)
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                coroutine = function(*args, **kwargs)
-            except TypeError as error:
-                _explain(error, function, kwargs)
-                raise
-            return await coroutine
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            # One from within the function is no error of this call.
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                _explain(error, function)
+            raise
 
-    else:
+    @functools.wraps(function)
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        return await call(*args, **kwargs)
 
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(*args, **kwargs)
-            except TypeError as error:
-                # One from within the function is no error of this call.
-                if error.__traceback__ is not None and error.__traceback__.tb_next is None:
-                    _explain(error, function, kwargs)
-                raise
-
-    return cast("Call", call)
+    return cast("Call", awaited if inspect.iscoroutinefunction(function) else call)
 
 
-def _explain(error: TypeError, function: Callable[..., Any], given: dict[str, Any]) -> None:
-    known = inspect.signature(function).parameters
-    unknown = next((name for name in given if name not in known), None)
+def _explain(error: TypeError, function: Callable[..., Any]) -> None:
     text = str(error)
-    if unknown is None or f"unexpected keyword argument {unknown!r}" not in text:
+    found = re.search(r"unexpected keyword argument '(\w+)'", text)
+    if found is None:
         return
     # Slow to import, and seldom needed.
     import difflib
 
+    unknown, known = found[1], inspect.signature(function).parameters
     near = difflib.get_close_matches(unknown, known, n=1)
     if unknown in _KEYWORDS:
         text = f"{text.partition('. Did you mean')[0]}: {_KEYWORDS[unknown]}"

@@ -5,6 +5,7 @@ a step that returns True for steps to keep. `steps_kept` asks any of them as the
 it to test policies.
 """
 
+from ckpt._api.hints import hinted
 from ckpt.keep._deletion import Deletion
 from ckpt.keep._health import Healthy
 from ckpt.keep._intervals import ClosestToEvery, EverySeconds, EverySteps, Newer
@@ -43,6 +44,9 @@ __all__ = [
     "ranking_of",
     "steps_kept",
 ]
+
+for _policy in (Best, ClosestToEvery, EverySeconds, EverySteps, Healthy, Latest, Newer, Steps):
+    hinted(_policy)
 
 
 def __dir__() -> list[str]:

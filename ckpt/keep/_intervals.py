@@ -39,11 +39,8 @@ class EverySteps:
     max_to_keep: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", whole_number("n", self.n, of="EverySteps"))
+        _check_counts(self)
         true_or_false("exact", self.exact, of="EverySteps")
-        if self.max_to_keep is not None:
-            most = whole_number("max_to_keep", self.max_to_keep, of="EverySteps")
-            object.__setattr__(self, "max_to_keep", most)
 
     def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
         """Return the chosen ones of `steps`."""
@@ -79,10 +76,7 @@ class ClosestToEvery:
     max_to_keep: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", whole_number("n", self.n, of="ClosestToEvery"))
-        if self.max_to_keep is not None:
-            most = whole_number("max_to_keep", self.max_to_keep, of="ClosestToEvery")
-            object.__setattr__(self, "max_to_keep", most)
+        _check_counts(self)
 
     def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
         """Return the chosen ones of `steps`."""
@@ -151,6 +145,13 @@ class Newer:
     def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
         """Return the recent steps among `steps`; steps from the future count as recent."""
         return frozenset(saved.step for saved in steps if not now - saved.time > self.seconds)
+
+
+def _check_counts(policy: EverySteps | ClosestToEvery) -> None:
+    for name in ("n", "max_to_keep"):
+        given = getattr(policy, name)
+        if name == "n" or given is not None:
+            object.__setattr__(policy, name, whole_number(name, given, of=type(policy).__name__))
 
 
 def _greatest(steps: Iterable[int], count: int | None) -> frozenset[int]:

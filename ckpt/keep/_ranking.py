@@ -114,12 +114,8 @@ def ranking_of(policy: object) -> Best | None:
         ```
     """
     found = rankings_in(policy)
-    first = found[0] if found else None
-    return first if all(_is_alike(each, first) for each in found) else None
-
-
-def _is_alike(one: Best, other: Best | None) -> bool:
-    return other is not None and (one.metric, one.mode) == (other.metric, other.mode)
+    questions = [(each.metric, each.mode) for each in found]
+    return found[0] if found and questions.count(questions[0]) == len(found) else None
 
 
 def rankings_in(policy: object) -> list[Best]:

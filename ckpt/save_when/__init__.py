@@ -5,6 +5,7 @@
 does; use it to test policies.
 """
 
+from ckpt._api.hints import hinted
 from ckpt.save_when._save_policies import (
     Any,
     BoundedOverhead,
@@ -36,6 +37,9 @@ __all__ = [
     "check_save_policy",
     "refusal_of",
 ]
+
+for _policy in (BoundedOverhead, Continuously, EverySeconds, EverySteps, Preempted, Steps):
+    hinted(_policy)
 
 
 def __dir__() -> list[str]:

@@ -446,7 +446,4 @@ def _checked_signals(signals: object) -> tuple[int, ...]:
 
 def signal_name(number: int) -> str:
     """Return the name of a signal; real-time signals have none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return next((each.name for each in signal.Signals if each == number), f"signal {number}")

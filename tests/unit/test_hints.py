@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,56 @@ def test_an_unknown_method(face: Any, tmp_path: Path) -> None:
         getattr(ckpt, "restore")  # noqa: B009
     with pytest.raises(AttributeError, match=r"no attribute 'savee'$"):
         getattr(manager, "savee")  # noqa: B009
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "hint"),
+    [
+        (ckpt.sync, "restore", ": say load(path, like)"),
+        (ckpt.sync, "wait", ": a manager has wait_until_finished()"),
+        (ckpt.sync, "lod", ". Did you mean: 'load'?"),
+        (ckpt.keep, "Latets", ". Did you mean: 'Latest'?"),
+        (ckpt.save_when, "EveryStep", ". Did you mean: 'EverySteps'?"),
+    ],
+)
+def test_an_unknown_name_of_a_module(
+    module: Any, name: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(module, name)
+    # Python looks for a similar name when it shows an error that nobody has caught.
+    sys.__excepthook__(caught.type, caught.value, None)
+    shown = capsys.readouterr().err.strip()
+    assert shown.endswith(f"module '{module.__name__}' has no attribute '{name}'{hint}")
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "hint"),
+    [
+        (ckpt.keep.Best, {"n": 3, "metrics": "loss", "mode": "min"}, "Did you mean 'metric'?"),
+        (ckpt.keep.EverySteps, {"n": 3, "exactly": True}, "Did you mean 'exact'?"),
+        (ckpt.keep.ClosestToEvery, {"n": 3, "max_keep": 1}, "Did you mean 'max_to_keep'?"),
+        (ckpt.keep.EverySeconds, {"second": 3}, "Did you mean 'seconds'?"),
+        (ckpt.keep.Newer, {"second": 3}, "Did you mean 'seconds'?"),
+        (ckpt.keep.Steps, {"step": [3]}, "Did you mean 'steps'?"),
+        (ckpt.keep.Latest, {"max_to_keep": 3}, "keep=3 keeps the latest three"),
+        (ckpt.save_when.EverySteps, {"save_interval_steps": 3}, "save_when.EverySteps(100)"),
+        (ckpt.save_when.EverySeconds, {"second": 3}, "Did you mean 'seconds'?"),
+        (ckpt.save_when.Steps, {"step": [3]}, "Did you mean 'steps'?"),
+        (ckpt.save_when.Preempted, {"signal": 15}, "Did you mean 'signals'?"),
+        (ckpt.save_when.Continuously, {"minimum_interval": 3}, "'minimum_interval_seconds'?"),
+        (ckpt.save_when.BoundedOverhead, {"fractions": 0.1}, "Did you mean 'fraction'?"),
+    ],
+)
+def test_an_unknown_argument_of_a_policy(policy: Any, given: dict[str, Any], hint: str) -> None:
+    with pytest.raises(
+        TypeError, match=f"{policy.__name__}.__init__.. got an unexpected"
+    ) as caught:
+        policy(**given)
+    assert str(caught.value).count(hint) == 1
+    # The class is the same for everybody else.
+    assert inspect.isclass(policy)
+    assert "kwargs" not in inspect.signature(policy).parameters
 
 
 def test_a_commit_names_how_to_wait_for_it(tmp_path: Path) -> None:
