@@ -32,7 +32,6 @@ from ckpt._tiers.agent.client import AgentClient
 from ckpt._tiers.agent.messages import (
     AgentMessage,
     CallResult,
-    DrainAccepted,
     StepAtTier,
     StepFetchRequest,
     ToAgent,
@@ -82,8 +81,8 @@ class TierDrains:
         self._guard = threading.Lock()
         # By tier, steps that the agent knows and has not copied yet.
         self._pending: list[dict[int, StepAtTier]] = [{} for _ in tiers]
-        # By tier, steps that its retention must keep, and that the agent does not hold yet.
-        self._unheld: list[set[int]] = [set() for _ in tiers]
+        # By tier, steps of which it is not decided yet if they go on.
+        self._undecided: list[set[int]] = [set() for _ in tiers]
         # By tier, steps that were given up. They stay until its next save, or for the next run.
         self._failed: list[set[int]] = [set() for _ in tiers]
         # By step, the saves and commits that wait for the root, in order.
@@ -153,8 +152,7 @@ class TierDrains:
         step = StepAtTier(leg, number, self._services[leg].root.names.name(number), wanted, save)
         with self._guard:
             self._failed[leg].clear()
-            if wanted:
-                self._unheld[leg].add(number)
+            self._undecided[leg].discard(number)
             pending = self._pending[leg]
             pending[number] = step
             # Of the unwanted steps, only the newest is copied when the run ends.
@@ -170,14 +168,14 @@ class TierDrains:
         if info.step is not None:
             with self._guard:
                 self._commits.setdefault(info.step, []).append((save, commit))
-                self._unheld[0].add(info.step)
+                self._undecided[0].add(info.step)
             step_dir = self._services[0].root.names.name(info.step)
             self._agent.tell(StepAtTier(0, info.step, step_dir, is_wanted=False, save=save))
 
     async def send_on(self, leg: int, number: int) -> None:
         """Let a step of a tier be copied on if the policy wants it; called before tidying.
 
-        The primary of a job decides. The step stays until the agent holds it.
+        The primary of a job decides. A wanted step stays until it has been copied.
 
         Raises:
             CheckpointError: The decision has failed.
@@ -196,29 +194,27 @@ class TierDrains:
         decided = await service.root.processes.on_primary(f"drain-{leg}", number, what, decide)
         if decided is None:
             with self._guard:
-                self._unheld[leg].discard(number)
+                self._undecided[leg].discard(number)
             self._end_waits(number, "it was deleted before it was copied")
             return
         wanted, save = decided
         await run_in_thread(self._agent.start)
         self._agent.tell(self._noted(leg, number, save, wanted=wanted))
         if not wanted:
-            with self._guard:
-                self._unheld[leg].discard(number)
             self._end_waits(number, "the policy drain= of its tier does not want it there")
 
     def _waiting(self, leg: int) -> set[int]:
         """Return the steps that the next place is to get; called by the retention.
 
-        The agent does not hold all of them: it may not know a step yet, or may have ended. Steps of
-        saves under way are included: a step is there before its save knows it.
+        The agent holds the steps that it copies, but it may not know a step yet, or may have ended.
+        Steps of saves under way are included: a step is there before its save knows it.
         """
         with self._guard:
             pending, service = self._pending[leg], self._services[leg]
             # Of the unwanted steps, the newest goes on when the run ends.
             going = {n for n, each in pending.items() if each.is_wanted or n == max(pending)}
             return going.union(
-                self._unheld[leg], self._failed[leg], self._left, service.saves.joined
+                self._undecided[leg], self._failed[leg], self._left, service.saves.joined
             )
 
     def undecided(self, number: int, error: CheckpointError) -> None:
@@ -242,11 +238,7 @@ class TierDrains:
 
     def heard(self, message: AgentMessage) -> None:
         """Handle a message of the agent; called in a thread."""
-        if isinstance(message, DrainAccepted):
-            with self._guard:
-                if self._is_newest(message):
-                    self._unheld[message.leg].discard(message.step)
-        elif isinstance(message, TransferResult):
+        if isinstance(message, TransferResult):
             self._moved(message)
 
     def _moved(self, message: TransferResult) -> None:
@@ -263,11 +255,11 @@ class TierDrains:
                 return
             if is_newest:
                 self._pending[leg].pop(message.step, None)
-                self._unheld[leg].discard(message.step)
+                self._undecided[leg].discard(message.step)
             waiting = self._commits.get(message.step, [])
             answered = _answered(message.save, [save for save, _ in waiting])
             if not is_last and not message.problem:
-                self._unheld[leg + 1].add(message.step)
+                self._undecided[leg + 1].add(message.step)
             commits = waiting[:answered] if is_last or message.problem else []
             del waiting[: len(commits)]
             if not waiting:
@@ -291,7 +283,7 @@ class TierDrains:
             # The manager is closing; it tidies at the end.
             self.is_untidy = True
 
-    def _is_newest(self, message: TransferResult | DrainAccepted) -> bool:
+    def _is_newest(self, message: TransferResult) -> bool:
         """Return True if no newer save of the step is known than that of the message."""
         pending = self._pending[message.leg].get(message.step)
         newer = {save for save, _ in self._commits.get(message.step, [])[-1:]}

@@ -237,20 +237,6 @@ class FlushResult(Struct, frozen=True, tag="flushed"):
     passed_over: str = ""
 
 
-class DrainAccepted(Struct, frozen=True, tag="held"):
-    """A step of a tier is protected from deletion until it was copied on.
-
-    Attributes:
-        leg: Number of the tier.
-        step: The step.
-        save: Its `save_id`; empty if unknown.
-    """
-
-    leg: int
-    step: int
-    save: str = ""
-
-
 class TransferResult(DrainResult, frozen=True, tag="moved", omit_defaults=True):
     """The outcome of a step that was to be copied on.
 
@@ -321,7 +307,7 @@ class CallResult(Struct, frozen=True, tag="result"):
 
 
 ToAgent: TypeAlias = AgentSetup | FolderClaimed | StepInRoot | StepAtTier | Call
-AgentMessage: TypeAlias = FlushResult | DrainAccepted | TransferResult | PeerRefused
+AgentMessage: TypeAlias = FlushResult | TransferResult | PeerRefused
 FromAgent: TypeAlias = AgentMessage | CallProgress | CallResult
 
 _encode = msgspec.json.Encoder().encode

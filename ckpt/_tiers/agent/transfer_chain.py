@@ -10,7 +10,6 @@ from functools import partial
 from msgspec.structs import asdict
 
 from ckpt._tiers.agent.messages import (
-    DrainAccepted,
     FromAgent,
     StepAtTier,
     TransferLeg,
@@ -47,7 +46,7 @@ class TransferChain:
         self._moved: list[dict[int, str]] = [{} for _ in range(count)]
 
     async def add(self, step: StepAtTier) -> None:
-        """Take a step that was committed at a tier; report when it is held."""
+        """Take a step that was committed at a tier; a wanted one is held when this returns."""
         self._names[step.leg].add(step.step, step.step_dir)
         self._known[step.leg][step.step] = step.save
         if step.is_wanted:
@@ -60,13 +59,10 @@ class TransferChain:
     async def _request(self, step: StepAtTier) -> None:
         self._requested[step.leg][step.step] = step.save
         try:
-            held = await self._drainers[step.leg].request(step.step, step.save)
+            await self._drainers[step.leg].request(step.step, step.save)
         except StorageError as error:
             refused = DrainResult(step.step, "refused", reason=error.message, save=step.save)
             self._note_result(step.leg, refused)
-            return
-        if held:
-            self._tell(DrainAccepted(step.leg, step.step, step.save))
 
     async def finish(self, seconds: float) -> list[int]:
         """Drain the rest, and the newest step of each tier; return the steps that are left."""

@@ -358,9 +358,10 @@ def test_the_last_messages_of_an_agent_are_heard_before_the_next_one_is_greeted(
 
     def greeting() -> list[ToAgent]:
         heard.append("greeted")
-        # It answers that it holds the step, or that there is none.
+        # It answers that there is no such step.
         return [StepAtTier(0, 7, "7", is_wanted=True)]
 
+    (tmp_path / "disk").mkdir()
     places = [place_to_json(str(tmp_path / each)) for each in ("disk", "root")]
     legs = (TransferLeg(places[0], places[1], None, 16),)
     setup = AgentSetup(os.getpid(), places[1], (), 1.0, legs=legs)
@@ -374,7 +375,7 @@ def test_the_last_messages_of_an_agent_are_heard_before_the_next_one_is_greeted(
         timer = threading.Timer(0.1, may_end.set)
         timer.start()
         agent.start()
-        assert heard[:3] == ["greeted", "DrainAccepted", "greeted"]
+        assert heard[:3] == ["greeted", "TransferResult", "greeted"]
         timer.join()
     finally:
         may_end.set()
