@@ -21,7 +21,6 @@ from ckpt._commit import Commit, StepInfo
 from ckpt._format.history import Aside, Parent, ReplacedSave
 from ckpt._redaction import redact
 from ckpt._runtime.loop import Job, call_once
-from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import Pin
 from ckpt._steps.restores.restored_state import RestoredState
 from ckpt._steps.service import RootService
@@ -100,10 +99,6 @@ class TieredService(RootService):
         return [*memory, *self._services]
 
     @property
-    def _indices(self) -> list[StepIndex]:
-        return [each.root.index for each in self._services]
-
-    @property
     def storage(self) -> Storage:
         """Storage of the root."""
         return self._root.storage
@@ -133,10 +128,11 @@ class TieredService(RootService):
     async def _replaced(self, step: int, replaces_any: bool) -> list[ReplacedSave]:
         """Return the saves of a step, at any place, that give way to the one that begins."""
         found: dict[tuple[int, int], ReplacedSave] = {}
-        bad = {each.passed_over[step] for each in self._indices if step in each.passed_over}
+        indices = [each.root.index for each in self._services]
+        bad = {each.passed_over[step] for each in indices if step in each.passed_over}
         if not replaces_any and not bad:
             return []
-        for index in self._indices:
+        for index in indices:
             # A place that is away will report, when it is back, that another step is there.
             with contextlib.suppress(StorageError):
                 for step_dir in await index.step_dirs_of(step):
@@ -323,7 +319,7 @@ class TieredService(RootService):
             # The other processes may not know yet that this one has failed.
             memory.leave()
             self._agent.leave()
-        elif self._agent.is_started:
+        else:
             seconds = self._exit_seconds + _LAST_WORDS_SECONDS
             ended, late = self._agent.close(flush=flush, timeout=seconds)
             if memory is not None:

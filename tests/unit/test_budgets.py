@@ -44,7 +44,7 @@ LINES = {
     "_runtime": 676,
     "_runtime/jax_internals": 47,
     "_steps": 4817,
-    "_tiers": 4909,
+    "_tiers": 4907,
     "_tree": 1472,
     # One spelling for leaves of items, in place of five.
     "_tree/item_leaves": 26,

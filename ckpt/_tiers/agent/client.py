@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import signal
 import socket
@@ -175,10 +176,6 @@ class AgentClient:
         )
         self._listener.start()
 
-    @property
-    def is_started(self) -> bool:
-        return self._process is not None
-
     def _is_alive(self) -> bool:
         process = self._process
         return self._socket is not None and process is not None and process.poll() is None
@@ -229,8 +226,8 @@ class AgentClient:
                     await run_in_thread(self._end_silent)
                 if again:
                     await run_in_thread(self.start)
-                    if not self._is_alive():
-                        self._end_call(CallResult(asked.call.number, "it was killed too often"))
+                    if self._starts > _STARTS:
+                        self._end_call(CallResult(asked.call.number, "its agent is gone"))
         finally:
             asked.again = False
             if asked.connection is None:
@@ -304,9 +301,13 @@ class AgentClient:
             self.start()
         if self._process is None:
             return not flush, ()
-        result, ends = self._ask(CloseRequest(flush)).result, time.monotonic() + timeout
+        result = self._ask(CloseRequest(flush)).result
+        # The time begins with its first word: an agent that was just started takes a while.
+        asked_at, ends = self._heard_at, math.inf
         while not (result.done() or self._is_silent) and time.monotonic() < ends:
             settled_here(result, min(_LOOK_SECONDS, ANSWER_SECONDS, ends - time.monotonic()))
+            if ends == math.inf and self._heard_at != asked_at:
+                ends = time.monotonic() + timeout
         closed = result.result() if result.done() else CallResult(problem="it is not done")
         with self._guard:
             if closed.problem:

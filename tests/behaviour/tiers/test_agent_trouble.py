@@ -344,6 +344,27 @@ def test_an_agent_that_cannot_be_started_answers_no_call(
     assert "could not be started" in caplog.text
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_memory_is_let_go_in_the_end_where_no_agent_can_be_started(
+    saves: bool,
+    tmp_path: Path,
+    memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What is only there stays, and the next manager finds it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        with manager(tmp_path / "run", memory) as mgr:
+            mgr.snapshot(3, state_of(3)).result()
+            if saves:
+                mgr.save(4, state_of(4)).result()
+    assert ("stays in memory" in caplog.text) is not saves
+    assert (list(memory.iterdir()) == []) is saves
+    with manager(tmp_path / "run", memory) as mgr:
+        assert mgr.latest_step() == (4 if saves else 3)
+
+
 def test_the_last_messages_of_an_agent_are_heard_before_the_next_one_is_greeted(
     tmp_path: Path,
 ) -> None:
