@@ -32,7 +32,7 @@ from ckpt._format.manifest import ItemEntry, decode, encode
 from ckpt._format.manifest_head import OWN_DISKS
 from ckpt._job.division import Division, ProcessGroup
 from ckpt._job.processes import _MOST_HANDED_BYTES as MOST_HANDED_BYTES
-from ckpt._plan.item_reports import PlannedTree, fill_entry, merge_reports, report_chunks
+from ckpt._plan.item_reports import ChunkTable, ItemReport, PlannedTree
 from ckpt._plan.save_plan import plan_save
 
 RESULTS = SCALING.with_name("recovery.json")
@@ -96,10 +96,10 @@ def own_part(case: Case) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     digests = [[rng.bytes(16).hex() for _ in batch.chunks] for batch in plan.batches]
     paths = [f"d/{digest(b'%d' % number)}" for number in range(len(plan.batches))]
-    report = report_chunks(plan.batches, paths, digests)
-    stored = merge_reports(plan.leaves, [report], own_disks=True)
+    report = ItemReport.of(plan.batches, paths, digests)
+    stored = ChunkTable.merged(plan.leaves, [report], own_disks=True)
     planned = PlannedTree([], plan.leaves, [None] * len(specs))
-    entry = fill_entry(ItemEntry(handler="pytree"), planned, stored)
+    entry = planned.filled(ItemEntry(handler="pytree"), stored)
     data = encode(replace(manifest_of(entry, case), requires=[OWN_DISKS]))
     began = time.process_time()
     decode(data, where="ckpt.json")

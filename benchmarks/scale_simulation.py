@@ -36,14 +36,7 @@ from ckpt._job.process_reports import (
     line_fingerprint,
     tree_fingerprint,
 )
-from ckpt._plan.item_reports import (
-    ROW,
-    ItemReport,
-    PlannedTree,
-    fill_entry,
-    key_values,
-    merge_reports,
-)
+from ckpt._plan.item_reports import ROW, ChunkTable, ItemReport, PlannedTree
 from ckpt._plan.save_plan import WHOLE, SavePlan, plan_save
 from ckpt._tree.leaf_specs import LeafSpec
 
@@ -129,10 +122,10 @@ def run(case: Case) -> dict[str, Any]:
         reports = [ProcessReport.unpack(each) for each in packed]
         assert disagreement(reports) is None
     with _timed(found, "join"):
-        stored = merge_reports(plan.leaves, [report.written for report in reports])
+        stored = ChunkTable.merged(plan.leaves, [report.written for report in reports])
         planned = PlannedTree([], plan.leaves, [None] * len(specs))
-        entry = fill_entry(ItemEntry(handler="pytree"), planned, stored)
-        keys = list(key_values(plan.leaves, stored))
+        entry = planned.filled(ItemEntry(handler="pytree"), stored)
+        keys = list(stored.keys(plan.leaves))
     found["chunks"] = sum(len(report.written.rows) for report in reports)
     del packed, reports
     with _timed(found, "index"):

@@ -20,7 +20,7 @@ from ckpt._format.manifest_head import OWN_FORMAT, VIRTUAL, FileEntry
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import ROW, ItemReport
 from ckpt._plan.save_plan import SavePlan
-from ckpt._plan.unchanged.base_chunks import SMALL_BYTES, BaseChunks, chunks_by_file
+from ckpt._plan.unchanged.base_chunks import SMALL_BYTES, BaseChunks
 from ckpt._plan.write_batches import WriteBatch
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import files_folder
@@ -71,7 +71,7 @@ class SavedItem(Struct, frozen=True, eq=False):
         shared = {
             path for path, entry in self.files.items() if entry.shared and entry.size >= SMALL_BYTES
         }
-        return chunks_by_file(self.chunks.report, shared - taken)
+        return self.chunks.report.chunks_by_file(shared - taken)
 
     def expected(self, batches: Sequence[WriteBatch]) -> set[int]:
         """Return the numbers of the batches that are likely unchanged."""

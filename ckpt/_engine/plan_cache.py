@@ -20,19 +20,10 @@ from ckpt._format.manifest import ItemEntry, Node
 from ckpt._format.manifest_head import FileEntry
 from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.chunking import LeafPlan
-from ckpt._plan.format_rules import FormatRules, Formatted, format_leaves
-from ckpt._plan.item_reports import (
-    ChunkTable,
-    ItemReport,
-    PlannedTree,
-    fill_entry,
-    key_values,
-    merge_reports,
-    report_chunks,
-)
+from ckpt._plan.format_rules import FormatRules, Formatted
+from ckpt._plan.item_reports import ChunkTable, ItemReport, PlannedTree
 from ckpt._plan.orbax_view import item_view
-from ckpt._plan.save_plan import WHOLE, SavePlan, plan_rest, plan_save
-from ckpt._plan.unchanged.base_chunks import join_reports
+from ckpt._plan.save_plan import SavePlan, plan_save
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.flatten import Structure
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, MOST_SHOWN
@@ -119,9 +110,9 @@ class CompatFiles:
         if self._index is None:
             # Numbers stand for the real names, which are put in, in this order, when it is encoded.
             names = [str(number) for number in range(len(plan.batches))]
-            report = report_chunks(plan.batches, names)
+            report = ItemReport.of(plan.batches, names)
             if self._kept is not None:
-                report = join_reports([self._kept, report])
+                report = ItemReport.joined([self._kept, report])
             self._index = index_over(plan.leaves, report)
         return self._index
 
@@ -132,7 +123,7 @@ class CompatFiles:
         if self._view is None:
             # The places of the chunks are left out, so the view depends on nothing that changes.
             blank = ChunkTable.blank(len(self._plan.leaves))
-            item = fill_entry(ItemEntry(handler=""), self._tree, blank)
+            item = self._tree.filled(ItemEntry(handler=""), blank)
             self._view = {
                 path: (data, FileEntry(size=len(data), digest=digest(data)))
                 for path, data in item_view(item).items()
@@ -142,7 +133,7 @@ class CompatFiles:
 
 def index_over(leaves: Sequence[LeafPlan], report: ItemReport) -> DatabaseIndex:
     """Return the index of a database whose chunks are all listed in one report."""
-    return DatabaseIndex(key_values(leaves, merge_reports(leaves, [report])))
+    return DatabaseIndex(ChunkTable.merged(leaves, [report]).keys(leaves))
 
 
 class _PlanKey(Struct, frozen=True):
@@ -191,9 +182,9 @@ class PlanCache(Struct):
         item: str,
         structure: Structure,
         budget: int,
+        division: TreeDivision,
         formatted: bool = True,
         whole: bool = True,
-        division: TreeDivision = WHOLE,
         largest_file_bytes: int | None = None,
         usual_file_bytes: int | None = None,
     ) -> ItemPlan:
@@ -203,10 +194,10 @@ class PlanCache(Struct):
             item: Name of the item.
             structure: The tree.
             budget: The staging budget in bytes; the same on all processes.
+            division: The division of the tree among the processes that save together.
             formatted: True if the format rules apply.
             whole: True for the whole item; a part has no index and no view of its own, and is not
                 cached.
-            division: The division of the tree among the processes that save together.
             largest_file_bytes: Largest size of a data file in bytes, or None.
             usual_file_bytes: Approximate best size of a data file in bytes, or None.
 
@@ -247,7 +238,7 @@ class PlanCache(Struct):
             item: Name of the item.
             whole: The plan for all chunks.
             kept: The chunks that are reused.
-            separate: Sets of other chunks that get batches of their own; see `plan_rest`.
+            separate: Sets of other chunks that get batches of their own; see `SavePlan.rest`.
         """
         known = self.rests.get(item)
         if (
@@ -261,7 +252,7 @@ class PlanCache(Struct):
         if kept is not None:
             rows = kept.rows
             done.update(zip(rows["leaf"].tolist(), rows["number"].tolist(), strict=True))
-        save = plan_rest(whole.save, done, separate)
+        save = whole.save.rest(done, separate)
         compat_files = (
             None if whole.compat_files is None else whole.compat_files.of_rest(save, kept)
         )
@@ -322,7 +313,7 @@ def _plan_part(
     formatted = None
     if key.rules is not None:
         paths = unboxed_names(structure.nodes, structure.names)
-        formatted = format_leaves(key.rules, paths, specs)
+        formatted = key.rules.formatted(paths, specs)
         specs = formatted.specs
     save = plan_save(structure.names, specs, key.budget, division, key.largest, key.usual)
     keys = tuple(number for number, leaf in enumerate(save.leaves) if leaf.spec.kind == "key")

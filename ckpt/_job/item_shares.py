@@ -17,7 +17,7 @@ from ckpt._format.step_files.per_process import own_path
 from ckpt._job.division import Division, ProcessGroup
 from ckpt._job.process_reports import value_fingerprint
 from ckpt._job.publication import own_digests
-from ckpt._plan.item_reports import merge_reports
+from ckpt._plan.item_reports import ChunkTable
 from ckpt._plan.save_plan import WHOLE
 from ckpt._runtime.threads import run_in_thread
 
@@ -115,5 +115,5 @@ class ProcessItem:
 def _filled(entry: ItemEntry, written: WrittenTree, *, own_disks: bool) -> ItemEntry:
     tree = written.tree
     assert written.report is not None
-    stored = merge_reports(tree.leaves, [written.report], own_disks=own_disks)
+    stored = ChunkTable.merged(tree.leaves, [written.report], own_disks=own_disks)
     return entry_of(entry, tree, stored)

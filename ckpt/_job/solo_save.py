@@ -16,7 +16,7 @@ from msgspec import Struct
 from ckpt._engine.save.merged_items import entry_of
 from ckpt._engine.save.publication import give_name
 from ckpt._engine.save.step_manifest import write_manifest
-from ckpt._plan.item_reports import merge_reports
+from ckpt._plan.item_reports import ChunkTable
 from ckpt._plan.save_plan import WHOLE
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class SoloItem:
         """Return the entry with the leaves of the item, which are all written."""
         tree = written.tree
         assert written.report is not None
-        return entry_of(entry, tree, merge_reports(tree.leaves, [written.report]))
+        return entry_of(entry, tree, ChunkTable.merged(tree.leaves, [written.report]))
 
 
 if TYPE_CHECKING:

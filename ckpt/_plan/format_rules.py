@@ -105,6 +105,51 @@ class FormatRules(Struct, frozen=True):
         paths = [path for item in items for path in item.paths]
         return f"{what} covers no leaf{near_miss(pattern.text, paths)}"
 
+    def formatted(self, paths: Sequence[str], specs: Sequence[LeafSpec]) -> Formatted:
+        """Return the leaves with their formats.
+
+        One array at two places with different formats is stored twice.
+
+        Args:
+            paths: The leaf paths, without the keys of boxes.
+            specs: Spec of every leaf.
+
+        Raises:
+            UnsupportedLeafError: A leaf cannot be stored in its format; names the first, notes the
+                others.
+        """
+        used: set[int] = set()
+        formatted: list[LeafSpec] = []
+        problems: list[CheckpointError] = []
+        # The leaves that hold one array in different formats, by the number of its first leaf.
+        holders: dict[int, list[int]] = {}
+        for number, (path, spec) in enumerate(zip(paths, specs, strict=True)):
+            new = spec
+            if spec.kind in _FORMATTED_KINDS:
+                try:
+                    found, pattern = self.find(path, spec)
+                    if pattern is not None:
+                        used.add(pattern)
+                    if found is not None and not found.is_default:
+                        new = _formatted(spec, found, path)
+                except CheckpointError as error:
+                    problems.append(error)
+            new = replace(new, same_as=None) if spec.same_as is not None else new
+            first = number if spec.same_as is None else spec.same_as
+            others = holders.setdefault(first, [])
+            same = next((other for other in others if formatted[other] == new), None)
+            if same is None:
+                others.append(number)
+            formatted.append(new)
+            if same is not None:
+                # Set only now, since the comparison above ignores `same_as`.
+                formatted[number] = replace(new, same_as=same)
+        if problems:
+            for other in problems[1:20]:
+                problems[0].add_note(f"also: {other}")
+            raise problems[0]
+        return Formatted(formatted, paths, frozenset(used))
+
 
 def compile_formats(formats: Formats | None) -> FormatRules | None:
     """Return the rules of `formats`, or None if there are none.
@@ -149,53 +194,6 @@ def _within_kind(found: ArrayFormat, path: str, leaf: jax.ShapeDtypeStruct) -> A
     if found.dtype is None or cast_refusal(leaf.dtype.name, found.dtype) is None:
         return found
     return dataclasses.replace(found, dtype=None)
-
-
-def format_leaves(rules: FormatRules, paths: Sequence[str], specs: Sequence[LeafSpec]) -> Formatted:
-    """Return the leaves with their formats.
-
-    One array at two places with different formats is stored twice.
-
-    Args:
-        rules: The rules.
-        paths: The leaf paths, without the keys of boxes.
-        specs: Spec of every leaf.
-
-    Raises:
-        UnsupportedLeafError: A leaf cannot be stored in its format; names the first, notes the
-            others.
-    """
-    used: set[int] = set()
-    formatted: list[LeafSpec] = []
-    problems: list[CheckpointError] = []
-    # The leaves that hold one array in different formats, by the number of its first leaf.
-    holders: dict[int, list[int]] = {}
-    for number, (path, spec) in enumerate(zip(paths, specs, strict=True)):
-        new = spec
-        if spec.kind in _FORMATTED_KINDS:
-            try:
-                found, pattern = rules.find(path, spec)
-                if pattern is not None:
-                    used.add(pattern)
-                if found is not None and not found.is_default:
-                    new = _formatted(spec, found, path)
-            except CheckpointError as error:
-                problems.append(error)
-        new = replace(new, same_as=None) if spec.same_as is not None else new
-        first = number if spec.same_as is None else spec.same_as
-        others = holders.setdefault(first, [])
-        same = next((other for other in others if formatted[other] == new), None)
-        if same is None:
-            others.append(number)
-        formatted.append(new)
-        if same is not None:
-            # Set only now, since the comparison above ignores `same_as`.
-            formatted[number] = replace(new, same_as=same)
-    if problems:
-        for other in problems[1:20]:
-            problems[0].add_note(f"also: {other}")
-        raise problems[0]
-    return Formatted(formatted, paths, frozenset(used))
 
 
 def _formatted(spec: LeafSpec, array_format: ArrayFormat, path: str) -> LeafSpec:

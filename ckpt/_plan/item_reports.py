@@ -49,6 +49,24 @@ class PlannedTree(Struct, frozen=True):
     leaves: Sequence[LeafPlan]
     values: Sequence[Any]
 
+    def filled(self, entry: ItemEntry, stored: ChunkTable) -> ItemEntry:
+        """Return the manifest entry of an item with this tree.
+
+        Args:
+            entry: The entry that the handler made; the bytes of the arrays are added to its own.
+            stored: The places of its chunks.
+        """
+        leaves, shardings = _leaf_table(self, stored)
+        arrays = [each.spec for each in self.leaves if each.spec.kind in ARRAY_KINDS]
+        return replace(
+            entry,
+            nodes=list(self.nodes),
+            leaves=leaves,
+            shardings=shardings,
+            data_files=stored.data_files,
+            nbytes=entry.nbytes + sum(spec.nbytes for spec in arrays if spec.same_as is None),
+        )
+
 
 class ChunkNotes(Struct, frozen=True, eq=False):
     """The notes of one extension on the chunks of a report.
@@ -99,12 +117,91 @@ class ItemReport(Struct, frozen=True, eq=False):
         wanted = np.array([pair not in chunks for pair in pairs], np.bool_)
         is_kept = np.zeros(len(self.files), np.bool_)
         is_kept[rows["file"][wanted]] = True
-        found = of_files(self, is_kept, wanted)
+        found = self.part(is_kept, wanted)
         notes = {
             name: replace(each, others=self.notes[name].others)
             for name, each in found.notes.items()
         }
         return replace(found, notes=notes)
+
+    @staticmethod
+    def of(
+        batches: Sequence[WriteBatch],
+        files: Sequence[str],
+        digests: Sequence[Sequence[str]] | None = None,
+        spans: FileSpans | None = None,
+        notes: Mapping[str, ChunkNotes] | None = None,
+    ) -> ItemReport:
+        """Return the report of a writer.
+
+        Args:
+            batches: The batches that it has written.
+            files: Path of every batch's file, relative to the item.
+            digests: Digest of every chunk, by batch and in the order of its chunks; None if only
+                the places matter.
+            spans: The places of encoded chunks.
+            notes: The notes of extensions on all chunks, in that order.
+        """
+        rows: list[tuple[int, int, int, int, int]] = []
+        for file, batch in enumerate(batches):
+            found = (spans or {}).get(file)
+            if found is None:
+                rows.extend((c.leaf, c.number, file, c.offset, 0) for c in batch.chunks)
+            else:
+                pairs = zip(batch.chunks, found, strict=True)
+                rows.extend((c.leaf, c.number, file, at.offset, at.length) for c, at in pairs)
+        if digests is None:
+            raw = bytes(DIGEST_BYTES * len(rows))
+        else:
+            raw = bytes.fromhex("".join(each for batch in digests for each in batch))
+        every = np.frombuffer(raw, np.uint8).reshape(len(rows), DIGEST_BYTES)
+        return ItemReport(tuple(files), np.array(rows, ROW), every, notes or {})
+
+    @staticmethod
+    def joined(reports: Sequence[ItemReport]) -> ItemReport:
+        """Return the report of a writer that has written the chunks of all reports.
+
+        A file that occurs in several reports is the same one.
+        """
+        files: dict[str, int] = {}
+        rows = []
+        for report in reports:
+            numbers = [files.setdefault(path, len(files)) for path in report.files]
+            own = report.rows.copy()
+            own["file"] = np.array(numbers, np.int64)[own["file"]]
+            rows.append(own)
+        digests = np.concatenate([report.digests for report in reports])
+        return ItemReport(tuple(files), np.concatenate(rows), digests, join_notes(reports))
+
+    def part(self, is_kept: Array, wanted: Array) -> ItemReport:
+        """Return the part that covers some chunks in some of the files.
+
+        Args:
+            is_kept: `[files] bool`, True for the files.
+            wanted: `[chunks] bool`, True for the chunks.
+        """
+        chosen = wanted & is_kept[self.rows["file"]]
+        rows = self.rows[chosen]
+        # Files are numbered anew.
+        rows["file"] = (np.cumsum(is_kept) - 1)[rows["file"]]
+        files = tuple(path for path, kept in zip(self.files, is_kept, strict=True) if kept)
+        notes = {name: each.of_chunks(chosen) for name, each in self.notes.items()}
+        return ItemReport(files, rows, self.digests[chosen], notes)
+
+    def in_files(self, files: Set[str]) -> ItemReport:
+        """Return the part that covers some of the files."""
+        is_kept = np.array([path in files for path in self.files], np.bool_)
+        return self.part(is_kept, np.ones(len(self.rows), np.bool_))
+
+    def chunks_by_file(self, files: Set[str]) -> list[set[tuple[int, int]]]:
+        """Return the chunks in each of some files: number of the leaf, and of the chunk in it."""
+        found = {n: set[tuple[int, int]]() for n, path in enumerate(self.files) if path in files}
+        if found:
+            columns = (self.rows[name].tolist() for name in ("leaf", "number", "file"))
+            for leaf, number, file in zip(*columns, strict=True):
+                if file in found:
+                    found[file].add((leaf, number))
+        return list(found.values())
 
 
 class MergedNotes(Struct, frozen=True, eq=False):
@@ -149,100 +246,70 @@ class ChunkTable(Struct, frozen=True):
         none = np.zeros(0, np.int64)
         return ChunkTable(np.zeros(leaves + 1, np.int64), b"", none, none, none, [])
 
+    @staticmethod
+    def merged(
+        leaves: Sequence[LeafPlan], reports: Sequence[ItemReport], *, own_disks: bool = False
+    ) -> ChunkTable:
+        """Return the places of all chunks of an item.
 
-def report_chunks(
-    batches: Sequence[WriteBatch],
-    files: Sequence[str],
-    digests: Sequence[Sequence[str]] | None = None,
-    spans: FileSpans | None = None,
-    notes: Mapping[str, ChunkNotes] | None = None,
-) -> ItemReport:
-    """Return the report of a writer.
+        Args:
+            leaves: The plans of its leaves; with several processes those of the primary.
+            reports: The reports of all writers, in their order.
+            own_disks: True if chunks may be missing because other processes keep them.
 
-    Args:
-        batches: The batches that it has written.
-        files: Path of every batch's file, relative to the item.
-        digests: Digest of every chunk, by batch and in the order of its chunks; None if only the
-            places matter.
-        spans: The places of encoded chunks.
-        notes: The notes of extensions on all chunks, in that order.
-    """
-    rows: list[tuple[int, int, int, int, int]] = []
-    for file, batch in enumerate(batches):
-        found = (spans or {}).get(file)
-        if found is None:
-            rows.extend((c.leaf, c.number, file, c.offset, 0) for c in batch.chunks)
-        else:
-            pairs = zip(batch.chunks, found, strict=True)
-            rows.extend((c.leaf, c.number, file, at.offset, at.length) for c, at in pairs)
-    if digests is None:
-        raw = bytes(DIGEST_BYTES * len(rows))
-    else:
-        raw = bytes.fromhex("".join(each for batch in digests for each in batch))
-    every = np.frombuffer(raw, np.uint8).reshape(len(rows), DIGEST_BYTES)
-    return ItemReport(tuple(files), np.array(rows, ROW), every, notes or {})
+        Raises:
+            CheckpointError: A chunk was written by no process or by several, or does not exist;
+                names the leaf, the chunk and the processes.
+        """
+        counts = np.array([math.prod(leaf.grid) * leaf.has_chunks for leaf in leaves], np.int64)
+        firsts = np.concatenate(([0], np.cumsum(counts)))
+        rows = np.concatenate([report.rows for report in reports])
+        starts = np.cumsum([0, *(len(report.rows) for report in reports)])
+        first_files = np.cumsum([0, *(len(report.files) for report in reports)])
+        _check_rows(leaves, counts, rows, starts, reports)
+        places = firsts[rows["leaf"]] + rows["number"]
+        times = np.bincount(places, minlength=firsts[-1])
+        wrong = times > 1 if own_disks else times != 1
+        if wrong.any():
+            raise _not_once_error(leaves, firsts, int(np.argmax(wrong)), places, starts)
+        writers = np.repeat(np.arange(len(reports)), np.diff(starts))
+        lengths, files = np.zeros(firsts[-1], np.int64), np.zeros(firsts[-1], np.int64)
+        offsets = np.full(firsts[-1], -1, np.int64)
+        offsets[places] = rows["offset"]
+        lengths[places] = rows["length"]
+        files[places] = rows["file"] + first_files[writers]
+        digests = np.zeros((firsts[-1], DIGEST_BYTES), np.uint8)
+        digests[places] = np.concatenate([report.digests for report in reports])
+        data_files = [path for report in reports for path in report.files]
+        noted = join_notes(reports)
+        notes = {}
+        if noted:
+            are_whole = np.ones(len(leaves), np.bool_)
+            are_whole[np.repeat(np.arange(len(leaves)), np.diff(firsts))[offsets < 0]] = False
+            notes = {name: MergedNotes(rows["leaf"], it, are_whole) for name, it in noted.items()}
+        return ChunkTable(firsts, digests.tobytes(), offsets, files, lengths, data_files, notes)
 
+    def keys(self, leaves: Sequence[LeafPlan]) -> Iterator[KeyValue]:
+        """Yield the keys of the database of these leaves, under the names of Orbax, which reads it.
 
-def of_files(report: ItemReport, is_kept: Array, wanted: Array) -> ItemReport:
-    """Return the part of a report that covers some chunks in some of its files.
-
-    Args:
-        report: The report.
-        is_kept: `[files] bool`, True for the files.
-        wanted: `[chunks] bool`, True for the chunks.
-    """
-    chosen = wanted & is_kept[report.rows["file"]] if len(is_kept) else wanted
-    rows = report.rows[chosen]
-    # Files are numbered anew.
-    if len(rows):
-        rows["file"] = (np.cumsum(is_kept) - 1)[rows["file"]]
-    files = tuple(path for path, kept in zip(report.files, is_kept, strict=True) if kept)
-    notes = {name: each.of_chunks(chosen) for name, each in report.notes.items()}
-    return ItemReport(files, rows, report.digests[chosen], notes)
-
-
-def merge_reports(
-    leaves: Sequence[LeafPlan], reports: Sequence[ItemReport], *, own_disks: bool = False
-) -> ChunkTable:
-    """Return the places of all chunks of an item.
-
-    Args:
-        leaves: The plans of its leaves; with several processes those of the primary.
-        reports: The reports of all writers, in their order.
-        own_disks: True if chunks may be missing because other processes keep them.
-
-    Raises:
-        CheckpointError: A chunk was written by no process or by several, or does not exist; names
-            the leaf, the chunk and the processes.
-    """
-    counts = np.array([math.prod(leaf.grid) * leaf.has_chunks for leaf in leaves], np.int64)
-    firsts = np.concatenate(([0], np.cumsum(counts)))
-    rows = np.concatenate([report.rows for report in reports])
-    starts = np.cumsum([0, *(len(report.rows) for report in reports)])
-    first_files = np.cumsum([0, *(len(report.files) for report in reports)])
-    _check_rows(leaves, counts, rows, starts, reports)
-    places = firsts[rows["leaf"]] + rows["number"]
-    times = np.bincount(places, minlength=firsts[-1])
-    wrong = times > 1 if own_disks else times != 1
-    if wrong.any():
-        raise _not_once_error(leaves, firsts, int(np.argmax(wrong)), places, starts)
-    writers = np.repeat(np.arange(len(reports)), np.diff(starts))
-    lengths, files = np.zeros(firsts[-1], np.int64), np.zeros(firsts[-1], np.int64)
-    offsets = np.full(firsts[-1], -1, np.int64)
-    offsets[places] = rows["offset"]
-    lengths[places] = rows["length"]
-    files[places] = rows["file"] + first_files[writers]
-    digests = np.zeros((firsts[-1], DIGEST_BYTES), np.uint8)
-    digests[places] = np.concatenate([report.digests for report in reports])
-    data_files = [path for report in reports for path in report.files]
-    noted = join_notes(reports)
-    notes = {}
-    if noted:
-        are_whole = np.ones(len(leaves), np.bool_)
-        are_whole[np.repeat(np.arange(len(leaves)), np.diff(firsts))[offsets < 0]] = False
-        notes = {name: MergedNotes(rows["leaf"], each, are_whole) for name, each in noted.items()}
-    raw = digests.tobytes()
-    return ChunkTable(firsts, raw, offsets, files, lengths, data_files, notes)
+        Leaves that are one array have the same chunks.
+        """
+        stored_names = [leaf.name for leaf in leaves]
+        names = stored_names if same_name(stored_names) else orbax_names(stored_names)
+        firsts, offsets = self.firsts.tolist(), self.offsets.tolist()
+        files, lengths = self.files.tolist(), self.lengths.tolist()
+        for number, leaf in enumerate(leaves):
+            if leaf.metadata is None:
+                continue
+            folder = orbax_folder(names[number])
+            yield KeyValue(f"{folder}{METADATA_KEY}".encode(), leaf.metadata)
+            source = number if leaf.spec.same_as is None else leaf.spec.same_as
+            chunks = range(firsts[source], firsts[source + 1])
+            if not chunks:
+                continue
+            length = math.prod(leaf.chunk) * DTYPES[leaf.spec.dtype or ""].itemsize
+            for key, chunk in zip(_chunk_keys(folder, leaf.grid), chunks, strict=True):
+                yield KeyValue(key, None, files[chunk], offsets[chunk], lengths[chunk] or length)
 
 
 def join_notes(reports: Sequence[ItemReport]) -> dict[str, ChunkNotes]:
@@ -310,26 +377,6 @@ def _not_once_error(
         f"chunk {chunk} of {math.prod(leaf.grid)} {what}: expected exactly one. All processes must "
         "save the same tree with the same version of this library",
         leaf=leaf.name,
-    )
-
-
-def fill_entry(entry: ItemEntry, tree: PlannedTree, stored: ChunkTable) -> ItemEntry:
-    """Return the manifest entry of an item with its tree.
-
-    Args:
-        entry: The entry that the handler made; the bytes of the arrays are added to its own.
-        tree: The tree.
-        stored: The places of its chunks.
-    """
-    leaves, shardings = _leaf_table(tree, stored)
-    arrays = [each.spec for each in tree.leaves if each.spec.kind in ARRAY_KINDS]
-    return replace(
-        entry,
-        nodes=list(tree.nodes),
-        leaves=leaves,
-        shardings=shardings,
-        data_files=stored.data_files,
-        nbytes=entry.nbytes + sum(spec.nbytes for spec in arrays if spec.same_as is None),
     )
 
 
@@ -407,29 +454,6 @@ def _function_name(function: Any) -> str:
         return function.name
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{getattr(function, '__module__', None) or '?'}:{name}"
-
-
-def key_values(leaves: Sequence[LeafPlan], stored: ChunkTable) -> Iterator[KeyValue]:
-    """Yield the keys of the item's database, under the names of Orbax, which reads it.
-
-    Leaves that are one array have the same chunks.
-    """
-    stored_names = [leaf.name for leaf in leaves]
-    names = stored_names if same_name(stored_names) else orbax_names(stored_names)
-    firsts, offsets = stored.firsts.tolist(), stored.offsets.tolist()
-    files, lengths = stored.files.tolist(), stored.lengths.tolist()
-    for number, leaf in enumerate(leaves):
-        if leaf.metadata is None:
-            continue
-        folder = orbax_folder(names[number])
-        yield KeyValue(f"{folder}{METADATA_KEY}".encode(), leaf.metadata)
-        source = number if leaf.spec.same_as is None else leaf.spec.same_as
-        chunks = range(firsts[source], firsts[source + 1])
-        if not chunks:
-            continue
-        length = math.prod(leaf.chunk) * DTYPES[leaf.spec.dtype or ""].itemsize
-        for key, chunk in zip(_chunk_keys(folder, leaf.grid), chunks, strict=True):
-            yield KeyValue(key, None, files[chunk], offsets[chunk], lengths[chunk] or length)
 
 
 def _chunk_keys(folder: str, grid: Sequence[int]) -> list[bytes]:

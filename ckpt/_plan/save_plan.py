@@ -61,6 +61,30 @@ class SavePlan(Struct, frozen=True):
         """True if the places of some chunks are known only once they are encoded."""
         return any(batch.encoded for batch in self.batches)
 
+    def rest(
+        self, done: Set[tuple[int, int]], separate: Sequence[Set[tuple[int, int]]] = ()
+    ) -> SavePlan:
+        """Return the plan of a save that leaves out some chunks.
+
+        Args:
+            done: The chunks that need not be written: number of the leaf, and of the chunk in it.
+            separate: Sets of chunks, each of which gets batches of its own.
+        """
+        every = [chunk for batch in self.batches for chunk in batch.chunks]
+        every.sort(key=lambda chunk: (chunk.leaf, chunk.number))
+        group_of = {chunk: number for number, chunks in enumerate(separate) for chunk in chunks}
+        groups: dict[tuple[int, bool], list[Chunk]] = {}
+        for chunk in every:
+            key = (chunk.leaf, chunk.number)
+            if key not in done:
+                groups.setdefault((group_of.get(key, -1), key in self.copies), []).append(chunk)
+        batches = [
+            each
+            for _, group in sorted(groups.items())
+            for each in _batches(self.leaves, group, self.limits)
+        ]
+        return replace(self, batches=_biggest_first(batches))
+
 
 class Undivided(Struct, frozen=True):
     """A tree that one process saves alone: all of it.
@@ -143,32 +167,6 @@ def plan_save(
         limits,
         frozenset((chunk.leaf, chunk.number) for chunk in copies),
     )
-
-
-def plan_rest(
-    plan: SavePlan, done: Set[tuple[int, int]], separate: Sequence[Set[tuple[int, int]]] = ()
-) -> SavePlan:
-    """Return the plan of a save that leaves out some chunks of `plan`.
-
-    Args:
-        plan: The plan for all chunks of this process.
-        done: The chunks that need not be written: number of the leaf, and of the chunk in it.
-        separate: Sets of chunks, each of which gets batches of its own.
-    """
-    every = [chunk for batch in plan.batches for chunk in batch.chunks]
-    every.sort(key=lambda chunk: (chunk.leaf, chunk.number))
-    group_of = {chunk: number for number, chunks in enumerate(separate) for chunk in chunks}
-    groups: dict[tuple[int, bool], list[Chunk]] = {}
-    for chunk in every:
-        key = (chunk.leaf, chunk.number)
-        if key not in done:
-            groups.setdefault((group_of.get(key, -1), key in plan.copies), []).append(chunk)
-    batches = [
-        each
-        for _, group in sorted(groups.items())
-        for each in _batches(plan.leaves, group, plan.limits)
-    ]
-    return replace(plan, batches=_biggest_first(batches))
 
 
 def _batches(

@@ -21,7 +21,7 @@ from ckpt._format.manifest import ItemEntry, decode_item, encode_item
 from ckpt._format.shardings import describe_sharding
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.leaf_entries import check_leaves
-from ckpt._plan.slices.strides import stored_view, target_view
+from ckpt._plan.slices.strides import copy_strided
 from ckpt._plan.targets import ArrayRead
 from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, SCALAR_KINDS
@@ -171,7 +171,6 @@ def _value_of(read: ArrayRead, arrays: Sequence[Array | None]) -> Array | None:
     for piece in read.pieces:
         source = arrays[piece.leaf]
         assert source is not None
-        strides = piece.directions
-        part = stored_view(source, piece.source.offset, strides)
-        target_view(whole, piece.target.offset, strides)[...] = part
+        at, place = piece.source.offset, piece.target.offset
+        copy_strided(source, at, whole, place, piece.directions)
     return whole

@@ -36,11 +36,11 @@ LINES = {
     "_api/hints": 84,
     "_calls": 801,
     "_conversion": 1973,
-    "_engine": 5190,
+    "_engine": 5172,
     "_format": 1910,
     "_inspection": 4275,
     "_interop": 2663,
-    "_plan": 3071,
+    "_plan": 3069,
     "_runtime": 676,
     "_runtime/jax_internals": 47,
     "_steps": 4817,
@@ -51,7 +51,7 @@ LINES = {
     "_vitals": 1353,
     "cli": 3053,
     "extensions": 64,
-    "handlers": 1342,
+    "handlers": 1341,
     "keep": 577,
     "observers": 1157,
     "page": 263,
@@ -66,7 +66,7 @@ RUN = {
     "restore": {"functions": 380, "modules": 97, "imported": 186},
 }
 # Names of `ckpt._plan` that the modules of `ckpt._engine` import; attributes of modules count.
-FROM_PLAN = 63
+FROM_PLAN = 52
 KEYWORDS_OF_MANAGER = 15
 
 _NO_CODE = {

@@ -23,7 +23,7 @@ from ckpt._engine.restore.uninitialized_arrays import (
 from ckpt._format.dtypes import parse_dtype
 from ckpt._format.regions import Region, addressable_regions, whole
 from ckpt._plan.chunk_reads import ChunkRead, ChunkUse, ReadRequest
-from ckpt._plan.slices.strides import is_one_run, stored_view, target_view
+from ckpt._plan.slices.strides import copy_strided, is_one_run
 from ckpt._plan.targets import ArrayRead, ArrayTarget, default_device
 from ckpt._settings import ArrayMemory
 from ckpt.errors import CorruptCheckpointError
@@ -142,8 +142,7 @@ class Destination(Struct, gc=False):
             return
         _, buffer = self.regions[use.region]
         if use.strides:
-            part = stored_view(data, use.source.offset, use.strides)
-            target_view(buffer, use.target.offset, use.strides)[...] = part
+            copy_strided(data, use.source.offset, buffer, use.target.offset, use.strides)
             return
         view = _view(buffer, use.target)
         view[...] = data[use.source.slices].reshape(view.shape)

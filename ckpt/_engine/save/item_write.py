@@ -43,8 +43,8 @@ from ckpt._format.digests import digest
 from ckpt._format.manifest_head import FileEntry
 from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.chunking import LeafPlan
-from ckpt._plan.item_reports import ChunkNotes, ItemReport, report_chunks
-from ckpt._plan.unchanged.base_chunks import MOST_SMALL, BaseChunks, join_reports
+from ckpt._plan.item_reports import ChunkNotes, ItemReport
+from ckpt._plan.unchanged.base_chunks import MOST_SMALL, BaseChunks
 from ckpt._plan.write_batches import FileSpan, WriteBatch
 from ckpt._runtime.tasks import for_each
 from ckpt._runtime.threads import run_in_thread
@@ -438,14 +438,14 @@ class ItemWrite:
     def _report(self, *, with_digests: bool) -> ItemReport:
         left = {n: batch for n, batch in enumerate(self._batches) if batch is not None}
         contents = [self._contents[number] for number in left]
-        written = report_chunks(
+        written = ItemReport.of(
             list(left.values()),
             [self._files[number] for number in left],
             [each.digests for each in contents] if with_digests else None,
             {at: self._spans[n] for at, n in enumerate(left) if n in self._spans},
             _joined_records(contents, self._extensions) if with_digests else None,
         )
-        return join_reports([*self._kept, written]) if self._kept else written
+        return ItemReport.joined([*self._kept, written]) if self._kept else written
 
     async def settled(self) -> None:
         """Wait until all that this process writes of the item is durable."""

@@ -102,9 +102,9 @@ class EngineItemWriter:
                 self._item,
                 structure,
                 processes.budget_bytes,
+                self._share.division,
                 formatted,
                 parts is None,
-                self._share.division,
                 session.storage.traits.largest_file_bytes,
                 session.storage.traits.usual_file_bytes,
             )

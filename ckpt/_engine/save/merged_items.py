@@ -16,14 +16,7 @@ from msgspec.structs import replace
 from ckpt._engine.plan_cache import ItemPlan, new_data_file
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.ocdbt import DatabaseIndex
-from ckpt._plan.item_reports import (
-    ChunkTable,
-    ItemReport,
-    PlannedTree,
-    fill_entry,
-    key_values,
-    merge_reports,
-)
+from ckpt._plan.item_reports import ChunkTable, ItemReport, PlannedTree
 from ckpt._plan.orbax_view import item_view
 from ckpt.errors import InvalidArgumentError
 
@@ -114,8 +107,8 @@ def merge_item(
         reports: The report of each writer.
         created_ns: Unix time in nanoseconds.
     """
-    stored = merge_reports(tree.leaves, reports)
-    keys = list(key_values(tree.leaves, stored))
+    stored = ChunkTable.merged(tree.leaves, reports)
+    keys = list(stored.keys(tree.leaves))
     files: dict[str, bytes] = {}
     if keys:
         files = database_files(DatabaseIndex(keys), stored.data_files, created_ns)
@@ -130,7 +123,7 @@ def entry_of(entry: ItemEntry, tree: PlannedTree, stored: ChunkTable) -> ItemEnt
         tree: The tree.
         stored: The chunks of all writers.
     """
-    found = fill_entry(entry, tree, stored)
+    found = tree.filled(entry, stored)
     if stored.notes:
         # Imported only where an extension has noted something.
         from ckpt.extensions import merge_notes

@@ -9,7 +9,6 @@ from ckpt._engine.base_step import RestoredItem, SavedItem
 from ckpt._engine.save.session import SaveSession
 from ckpt._plan.item_reports import ItemReport
 from ckpt._plan.save_plan import SavePlan
-from ckpt._plan.unchanged.base_chunks import in_files
 from ckpt._runtime.threads import run_in_thread
 
 # Most time that a caller of save() waits for work that lets it return sooner.
@@ -72,4 +71,4 @@ async def reuse_files(
     for each in awaited:
         await each.wait()
     found = {path for full, path in paths.items() if full in session.files}
-    return in_files(wanted, found) if found else None
+    return wanted.in_files(found) if found else None

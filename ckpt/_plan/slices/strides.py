@@ -105,18 +105,17 @@ def is_one_run(strides: Sequence[Stride], stored: Shape, target: Shape) -> bool:
     return True
 
 
-def stored_view(stored: Array, corner: Shape, strides: Sequence[Stride]) -> Array:
-    """Return the elements of a stored array from `corner` on, with an axis for every stride."""
+def copy_strided(
+    stored: Array, corner: Shape, target: Array, place: Shape, strides: Sequence[Stride]
+) -> None:
+    """Copy the elements of a stored array from `corner` on to those of another from `place` on."""
     steps = [
         0 if each.source is None else stored.strides[each.source] * each.source_step
         for each in strides
     ]
-    return _view(stored, corner, strides, steps)
-
-
-def target_view(target: Array, corner: Shape, strides: Sequence[Stride]) -> Array:
-    """Return a view of the places of these elements in another array."""
-    return _view(target, corner, strides, [target.strides[s.axis] * s.step for s in strides])
+    part = _view(stored, corner, strides, steps)
+    steps = [target.strides[each.axis] * each.step for each in strides]
+    _view(target, place, strides, steps)[...] = part
 
 
 def _view(array: Array, corner: Shape, strides: Sequence[Stride], steps: Sequence[int]) -> Array:

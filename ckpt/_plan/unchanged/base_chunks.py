@@ -8,7 +8,7 @@ the first save that shares, each file holds arrays that change together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.leaf_table import DIGEST_BYTES
 from ckpt._plan.chunking import LeafPlan
-from ckpt._plan.item_reports import ItemReport, join_notes, of_files
+from ckpt._plan.item_reports import ItemReport
 from ckpt._plan.write_batches import WriteBatch
 
 Array = np.ndarray[Any, Any]
@@ -104,7 +104,7 @@ class BaseChunks:
         small = np.flatnonzero(is_kept & (self._sizes < SMALL_BYTES))
         largest_first = small[np.argsort(-needed[small], kind="stable")]
         is_kept[largest_first[max(most_small, 0) :]] = False
-        return of_files(self.report, is_kept, wanted)
+        return self.report.part(is_kept, wanted)
 
     def _rows_of(self, batch: WriteBatch) -> Array:
         leaf = np.array([chunk.leaf for chunk in batch.chunks], np.int64)
@@ -117,46 +117,6 @@ class BaseChunks:
             return np.full(len(keys), -1)
         places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         return np.where(self._keys[places] == keys, self._order[places], -1)
-
-
-def in_files(report: ItemReport, files: Set[str]) -> ItemReport:
-    """Return the part of a report that covers some of its files."""
-    is_kept = np.array([path in files for path in report.files], np.bool_)
-    return of_files(report, is_kept, np.ones(len(report.rows), np.bool_))
-
-
-def chunks_by_file(report: ItemReport, files: Set[str]) -> list[set[tuple[int, int]]]:
-    """Return the chunks in each of some files: number of the leaf, and of the chunk in it."""
-    found: dict[int, set[tuple[int, int]]] = {
-        number: set() for number, path in enumerate(report.files) if path in files
-    }
-    if found:
-        columns = (report.rows[name].tolist() for name in ("leaf", "number", "file"))
-        for leaf, number, file in zip(*columns, strict=True):
-            if file in found:
-                found[file].add((leaf, number))
-    return list(found.values())
-
-
-def join_reports(reports: Sequence[ItemReport]) -> ItemReport:
-    """Return the report of a writer that has written the chunks of all reports.
-
-    A file that occurs in several reports is the same one.
-    """
-    files: dict[str, int] = {}
-    rows = []
-    for report in reports:
-        numbers = np.array([_number(files, path) for path in report.files], np.int64)
-        own = report.rows.copy()
-        if len(own):
-            own["file"] = numbers[own["file"]]
-        rows.append(own)
-    digests = np.concatenate([report.digests for report in reports])
-    return ItemReport(tuple(files), np.concatenate(rows), digests, join_notes(reports))
-
-
-def _number(files: dict[str, int], path: str) -> int:
-    return files.setdefault(path, len(files))
 
 
 def _keys(leaf: Array, number: Array) -> Array:

@@ -21,16 +21,10 @@ from ckpt._engine.plan_cache import PlanCache
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt._format.ocdbt import KeyValue
-from ckpt._plan.item_reports import (
-    ItemReport,
-    PlannedTree,
-    fill_entry,
-    key_values,
-    merge_reports,
-    report_chunks,
-)
+from ckpt._plan.item_reports import ChunkTable, ItemReport, PlannedTree
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.merged_parts import TreeParts, merge_parts
+from ckpt._plan.save_plan import WHOLE
 from ckpt._tree.flatten import describe
 from ckpt.testing.strategies import keys, python_scalars
 from tests.behaviour.saving.partial_saves import merged, plain
@@ -80,19 +74,17 @@ def splits(draw: Callable[[Any], Any], tree: dict[Any, Any], count: int) -> list
 def written_of(tree: Any, budget: int) -> tuple[PlannedTree, ItemReport]:
     """A tree that is saved, with a digest that tells whose chunk it is."""
     structure = describe(tree)
-    save = PlanCache().plan("state", structure, budget, True, False).save
+    save = PlanCache().plan("state", structure, budget, WHOLE, True, False).save
     ids = [id(leaf) for leaf in structure.leaves]
     digests = [[f"{ids[c.leaf]:016x}{c.number:016x}" for c in g.chunks] for g in save.batches]
     files = [f"d/{number:032x}" for number in range(len(save.batches))]
-    report = report_chunks(save.batches, files, digests)
+    report = ItemReport.of(save.batches, files, digests)
     return PlannedTree(structure.nodes, save.leaves, structure.leaves), report
 
 
 def entry_of(tree: PlannedTree, reports: Sequence[ItemReport]) -> tuple[ItemEntry, list[KeyValue]]:
-    stored = merge_reports(tree.leaves, reports)
-    return fill_entry(ItemEntry(handler="pytree"), tree, stored), list(
-        key_values(tree.leaves, stored)
-    )
+    stored = ChunkTable.merged(tree.leaves, reports)
+    return tree.filled(ItemEntry(handler="pytree"), stored), list(stored.keys(tree.leaves))
 
 
 @given(st.data(), DICTS, st.integers(1, 4), st.sampled_from([1 << 14, 1 << 20]))

@@ -25,7 +25,7 @@ from ckpt._format.step_files.per_process import apart, combine
 from ckpt._job.process_reports import ProcessReport, value_fingerprint
 from ckpt._job.publication import merge_processes
 from ckpt._job.reports import SaveReport, encode_report
-from ckpt._plan.item_reports import ChunkNotes, ItemReport, PlannedTree, key_values, merge_reports
+from ckpt._plan.item_reports import ChunkNotes, ChunkTable, ItemReport, PlannedTree
 from ckpt._plan.orbax_view import item_view, step_view, text_view
 from ckpt._vitals.records import COPY, SIGNS, Array, no_signs
 from ckpt.errors import CheckpointError, CoordinationError, CorruptCheckpointError
@@ -67,7 +67,7 @@ class Parts:
         ]
         self.reports[0].files["notes/metadata"] = _file(b"{}")
         self.own = own
-        stored = merge_reports(plan.leaves, [held[0].written], own_disks=True)
+        stored = ChunkTable.merged(plan.leaves, [held[0].written], own_disks=True)
         self.items = {
             "state": entry_of(ItemEntry(handler="pytree", nbytes=3), self.tree, stored),
             "notes": JSON,
@@ -167,7 +167,7 @@ def test_its_database_has_the_keys_of_one_place(job: Job) -> None:
     parts = Parts(job)
     written = [report.trees["state"].written for report in parts.reports]
     expected, found = (
-        list(key_values(tree.leaves, merge_reports(tree.leaves, written)))
+        list(ChunkTable.merged(tree.leaves, written).keys(tree.leaves))
         for tree in (parts.tree, planned_tree(parts.first().items["state"]))
     )
     assert found == expected

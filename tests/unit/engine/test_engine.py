@@ -23,6 +23,7 @@ import ckpt.sync
 from ckpt._engine.memory.arena import Arena
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._engine.save import item_write
+from ckpt._plan.save_plan import WHOLE
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.flatten import describe
 from tests.support.trees import assert_same, sharded
@@ -231,7 +232,7 @@ def test_a_tree_of_the_same_structure_is_planned_once() -> None:
     cache = PlanCache()
 
     def planned(tree: Any) -> Any:
-        return cache.plan("state", describe(tree), 1 << 30)
+        return cache.plan("state", describe(tree), 1 << 30, WHOLE)
 
     base = {"a": jnp.zeros((1000, 1000)), "b": {"n": 7, "big": 1}}
     first = planned(base)

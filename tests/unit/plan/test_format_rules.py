@@ -20,8 +20,8 @@ from ckpt._format.array_format import ArrayFormat, Blosc, Zstd, cast_refusal
 from ckpt._format.dtypes import DTYPES
 from ckpt._format.regions import chunk_grid, chunk_region
 from ckpt._format.zarr import choose_chunk
-from ckpt._plan.format_rules import compile_formats, format_leaves
-from ckpt._plan.save_plan import SavePlan, plan_save
+from ckpt._plan.format_rules import compile_formats
+from ckpt._plan.save_plan import WHOLE, SavePlan, plan_save
 from ckpt._plan.write_batches import aligned, encoded_bound
 from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_specs import LeafSpec
@@ -126,7 +126,7 @@ def formatted(
 ) -> list[ArrayFormat | None]:
     rules = compile_formats(formats)
     assert rules is not None
-    found = format_leaves(rules, paths, specs)
+    found = rules.formatted(paths, specs)
     rules.check_used([found])
     return [spec.format for spec in found.specs]
 
@@ -163,7 +163,7 @@ def test_a_format_for_all_casts_the_arrays_of_its_kind(dtype: str, data: Any) ->
     for given_as in ways:
         rules = compile_formats(given_as)
         assert rules is not None
-        found = format_leaves(rules, paths, specs)
+        found = rules.formatted(paths, specs)
         for before, after in zip(dtypes, found.specs, strict=True):
             assert after.dtype == (dtype if cast_refusal(before, dtype) is None else before)
             if isinstance(given_as, ArrayFormat):
@@ -190,7 +190,7 @@ def test_a_pattern_that_decides_nothing_is_an_error(formats: Any, message: str) 
 def test_a_pattern_may_decide_in_any_item_of_a_save() -> None:
     rules = compile_formats({"a": ArrayFormat(), "b": ArrayFormat()})
     assert rules is not None
-    rules.check_used([format_leaves(rules, [name], [F32]) for name in "ab"])
+    rules.check_used([rules.formatted([name], [F32]) for name in "ab"])
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_one_array_in_two_formats_is_stored_twice_and_no_more() -> None:
     assert rules is not None
     shared = LeafSpec("jax", "float32", (4,), same_as=0)
     first = LeafSpec("jax", "float32", (4,))
-    found = format_leaves(rules, ["a", "b.0", "b.1", "c"], [first, shared, shared, shared])
+    found = rules.formatted(["a", "b.0", "b.1", "c"], [first, shared, shared, shared])
     assert [spec.same_as for spec in found.specs] == [None, None, 1, 0]
 
 
@@ -243,10 +243,10 @@ def test_a_structure_that_was_planned_is_not_matched_again() -> None:
 
     cache = PlanCache(compile_formats(choose))
     trees = [{"a": jnp.ones(3) * n, "b": jnp.zeros(3)} for n in range(3)]
-    plans = [cache.plan("state", describe(tree), 64 * MIB) for tree in trees]
+    plans = [cache.plan("state", describe(tree), 64 * MIB, WHOLE) for tree in trees]
     assert plans[0] is plans[1] is plans[2]
     assert asked == ["a", "b"]
-    other = cache.plan("state", describe({"a": jnp.ones(4)}), 64 * MIB)
+    other = cache.plan("state", describe({"a": jnp.ones(4)}), 64 * MIB, WHOLE)
     assert other is not plans[0]
     assert asked == ["a", "b", "a"]
 
@@ -381,7 +381,7 @@ def test_a_plan_without_formats_does_not_serve_where_they_apply() -> None:
     cache = PlanCache(compile_formats({"a": ArrayFormat(dtype="bfloat16")}))
     structure = describe({"a": jnp.ones(3)})
     dtypes = [
-        cache.plan("state", structure, 64 * MIB, formatted).save.leaves[0].spec.dtype
+        cache.plan("state", structure, 64 * MIB, WHOLE, formatted).save.leaves[0].spec.dtype
         for formatted in (False, True, False)
     ]
     assert dtypes == ["float32", "bfloat16", "float32"]

@@ -21,7 +21,7 @@ from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import ItemEntry, ShardingEntry, decode_item, encode_item
 from ckpt._format.shardings import describe_sharding, rebuild_sharding
 from ckpt._plan.adapt import Adapt, adapted
-from ckpt._plan.item_reports import PlannedTree, fill_entry, merge_reports, report_chunks
+from ckpt._plan.item_reports import ChunkTable, ItemReport, PlannedTree
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.match import Match, match_as_saved, match_target
 from ckpt._plan.save_plan import plan_save
@@ -42,9 +42,9 @@ def stored(tree: Any) -> ItemEntry:
     plan = plan_save(structure.names, specs, 1 << 30)
     digests = [["0" * 32] * len(batch.chunks) for batch in plan.batches]
     files = [f"d/{number:032x}" for number in range(len(digests))]
-    report = report_chunks(plan.batches, files, digests)
+    report = ItemReport.of(plan.batches, files, digests)
     tree = PlannedTree(structure.nodes, plan.leaves, structure.leaves)
-    item = fill_entry(ItemEntry(handler="pytree"), tree, merge_reports(plan.leaves, [report]))
+    item = tree.filled(ItemEntry(handler="pytree"), ChunkTable.merged(plan.leaves, [report]))
     check_leaves(item)
     return decode_item(encode_item(item))
 

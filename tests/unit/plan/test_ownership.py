@@ -21,7 +21,7 @@ from ckpt._format.zarr import choose_chunk
 from ckpt._job.division import Division, Ownership, Partitioner, ProcessGroup
 from ckpt._plan import save_plan
 from ckpt._plan.chunking import holders_of
-from ckpt._plan.save_plan import SavePlan, plan_rest, plan_save
+from ckpt._plan.save_plan import SavePlan, plan_save
 from ckpt._plan.write_batches import aligned, alignment_of, encoded_bound
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import InvalidArgumentError, UnsupportedLeafError
@@ -173,7 +173,7 @@ def test_copies_of_what_others_own_are_in_files_of_their_own(job: Job, data: st.
         every = sorted((chunk.leaf, chunk.number) for chunk in chunks_in(plan))
         done = data.draw(st.sets(st.sampled_from(every))) if every else set()
         apart = data.draw(st.sets(st.sampled_from(every))) if every else set()
-        rest = plan_rest(plan, done, [apart - done])
+        rest = plan.rest(done, [apart - done])
         assert {(chunk.leaf, chunk.number) for chunk in chunks_in(rest)} == set(every) - done
         for batch in (*plan.batches, *rest.batches):
             are_copies = {(chunk.leaf, chunk.number) in plan.copies for chunk in batch.chunks}

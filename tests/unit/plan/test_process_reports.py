@@ -31,14 +31,7 @@ from ckpt._job.process_reports import (
     value_fingerprint,
 )
 from ckpt._plan.chunking import METADATA_KEY
-from ckpt._plan.item_reports import (
-    ItemReport,
-    PlannedTree,
-    fill_entry,
-    key_values,
-    merge_reports,
-    report_chunks,
-)
+from ckpt._plan.item_reports import ChunkTable, ItemReport, PlannedTree
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.save_plan import SavePlan
 from ckpt._plan.write_batches import FileSpan
@@ -104,7 +97,7 @@ class Written:
 
     def report(self, process: int) -> ProcessReport:
         plan = self.plans[process]
-        written = report_chunks(
+        written = ItemReport.of(
             plan.batches, self.names[process], self.digests[process], self.places[process]
         )
         values = value_fingerprint(plan, self.values, self.own(plan))
@@ -115,9 +108,9 @@ class Written:
 
     def merge_written(self, reports: Sequence[ItemReport]) -> tuple[ItemEntry, list[KeyValue]]:
         leaves = self.plans[0].leaves
-        stored = merge_reports(leaves, reports)
-        entry = fill_entry(ItemEntry(handler=""), PlannedTree([], leaves, self.values), stored)
-        return entry, list(key_values(leaves, stored))
+        stored = ChunkTable.merged(leaves, reports)
+        entry = PlannedTree([], leaves, self.values).filled(ItemEntry(handler=""), stored)
+        return entry, list(stored.keys(leaves))
 
 
 def as_text(report: ProcessReport) -> tuple[Any, ...]:
@@ -142,7 +135,7 @@ def test_merged_reports_are_that_of_a_process_that_wrote_everything(job: Job) ->
         batches += plan.batches
         digests += written.digests[process]
         files += written.names[process]
-    alone = report_chunks(batches, files, digests, places)
+    alone = ItemReport.of(batches, files, digests, places)
     assert (entry, keys) == written.merge_written([alone])
     if keys:
         DatabaseIndex(keys)
@@ -338,7 +331,7 @@ def test_a_leaf_that_differs_is_named(
 
 
 def report_of(tree: Any, values: Any = None) -> ProcessReport:
-    nothing = report_chunks([], [])
+    nothing = ItemReport.of([], [])
     return ProcessReport(nothing, tree, values or line_fingerprint([], 4))
 
 

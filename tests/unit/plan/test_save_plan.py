@@ -19,7 +19,7 @@ from ckpt._format.ocdbt import MAX_KEY_BYTES
 from ckpt._format.regions import chunk_region
 from ckpt._format.zarr import stored_dtype, zarr_metadata_bytes
 from ckpt._plan.chunking import PACKED_BYTES
-from ckpt._plan.item_reports import key_values, merge_reports, report_chunks
+from ckpt._plan.item_reports import ChunkTable, ItemReport
 from ckpt._plan.save_plan import SavePlan, plan_save
 from ckpt._plan.write_batches import CHUNK_ALIGNMENT, SECTOR, aligned
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
@@ -31,8 +31,8 @@ MIB = 1 << 20
 
 def keys_of(plan: SavePlan) -> list[bytes]:
     """The keys of the database of an item that is saved by `plan`."""
-    report = report_chunks(plan.batches, [""] * len(plan.batches))
-    return [each.key for each in key_values(plan.leaves, merge_reports(plan.leaves, [report]))]
+    report = ItemReport.of(plan.batches, [""] * len(plan.batches))
+    return [each.key for each in ChunkTable.merged(plan.leaves, [report]).keys(plan.leaves)]
 
 
 SPECS = [

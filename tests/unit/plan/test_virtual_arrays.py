@@ -16,7 +16,7 @@ from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.regions import Region, chunk_grid, whole
 from ckpt._plan.chunk_reads import plan_chunk_reads
 from ckpt._plan.slices.array_slices import ArraySlice
-from ckpt._plan.slices.strides import boxes_between, stored_view, target_view
+from ckpt._plan.slices.strides import boxes_between, copy_strided
 from ckpt._plan.targets import ArrayRead, ArrayTarget
 from ckpt._plan.virtual_arrays import (
     MOST_SLICES,
@@ -87,9 +87,11 @@ def read(
             assert part.size > 0
             count = written[use.read][use.region]
             if use.strides:
-                part = stored_view(data, use.source.offset, use.strides)
-                target_view(buffer, use.target.offset, use.strides)[...] = part
-                target_view(count, use.target.offset, use.strides)[...] += 1
+                places = use.source.offset, use.target.offset
+                once, ones = np.zeros_like(count), np.ones_like(data, count.dtype)
+                copy_strided(data, places[0], buffer, places[1], use.strides)
+                copy_strided(ones, places[0], once, places[1], use.strides)
+                count += once
                 continue
             target: Any = (*use.target.slices, ...)
             view = buffer[target]
