@@ -19,8 +19,7 @@ from ckpt._job.agreement.peers import Peers
 from ckpt._job.processes import SeparateRoots
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.opened import OpenedStep
-from ckpt._tiers.peers.parts import SnapshotPart
-from ckpt._tiers.peers.recovery import Inventory, recovery_of
+from ckpt._tiers.peers.parts import Inventory, SnapshotPart, recovery_of
 from ckpt._tiers.peers.wire import new_key
 from ckpt.coordination import OwnDisks
 from ckpt.coordination._jax_service import split

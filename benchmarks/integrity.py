@@ -33,8 +33,8 @@ from benchmarks.managers import CkptPeer
 from benchmarks.processes import cpu_devices, in_new_process
 from benchmarks.rounds import settle
 from benchmarks.trees import size_bytes
-from ckpt._engine.restore.checks import check_chunk
-from ckpt._format.digests import digest, new_digest
+from ckpt._engine.restore.destinations import check_chunk
+from ckpt._format.manifest_head import digest, new_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -27,9 +27,8 @@ from benchmarks.coordination_service import Talk
 from benchmarks.recovery_model import held, pulls
 from benchmarks.scale_simulation import BUDGET, DEVICES_EACH, Case, manifest_of, run, specs_of
 from benchmarks.scale_simulation import RESULTS as SCALING
-from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, decode, encode
-from ckpt._format.manifest_head import OWN_DISKS
+from ckpt._format.manifest_head import OWN_DISKS, digest
 from ckpt._job.division import Division, ProcessGroup
 from ckpt._job.processes import _MOST_HANDED_BYTES as MOST_HANDED_BYTES
 from ckpt._plan.item_reports import ChunkTable, ItemReport, PlannedTree

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from ckpt.errors import InvalidArgumentError
-from ckpt.observers._tracing.intervals import Interval
-from ckpt.observers._tracing.timeline import BLOCKED, PREEMPTED, SaveTimes, Timeline
-from ckpt.observers._tracing.tracks import SPANS, WHOLE, Track, TrackEntry, rate, tracks
+from ckpt.observers._tracing.timeline import BLOCKED, PREEMPTED, Interval, SaveTimes, Timeline
+from ckpt.observers._tracing.trace import SPANS, WHOLE, Track, TrackEntry, rate, tracks
 
 WIDTH = 1080.0
 # Left and right end of the bars. Labels are to the left, sums to the right.

@@ -25,9 +25,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.fake_devices import devices_of
-from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, Manifest, decode, encode
-from ckpt._format.manifest_head import FileEntry
+from ckpt._format.manifest_head import FileEntry, digest
 from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._job.division import Division, ProcessGroup
 from ckpt._job.process_reports import (

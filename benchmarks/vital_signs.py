@@ -74,7 +74,7 @@ def kernel_speed(dtype: str, nbytes: int) -> tuple[float, float] | None:
     import jax.numpy as jnp
     import numpy as np
 
-    from ckpt._vitals.extension.kernels import KernelKey, Kernels
+    from ckpt._vitals.extension.device_pass import KernelKey, Kernels
 
     device = jax.devices()[0]
     if device.platform == "cpu":

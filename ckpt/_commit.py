@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import msgspec
 
-from ckpt._format.history import DroppedItem, Parent
 from ckpt._format.manifest import Manifest
-from ckpt._format.metrics import flat_metrics
-from ckpt._runtime.futures import settled, settled_here
-from ckpt._runtime.tracebacks import outcome
+from ckpt._format.manifest_head import DroppedItem, Parent, flat_metrics
+from ckpt._runtime.futures import outcome, settled, settled_here
 from ckpt._tree.table import format_bytes
 from ckpt.errors import CommitTimeoutError, InvalidArgumentError, NotInRootError, SaveSkippedError
 

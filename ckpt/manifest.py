@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ckpt._format.history import Parent
 from ckpt._format.leaf_table import LeafEntry, LeafForm, LeafTable
 from ckpt._format.manifest import (
     ItemEntry,
@@ -24,13 +23,14 @@ from ckpt._format.manifest_head import (
     OWN_DISKS,
     VIRTUAL,
     FileEntry,
+    Parent,
     Summary,
+    flat_metrics,
     is_whole,
     peek,
     peek_files,
 )
-from ckpt._format.metrics import flat_metrics
-from ckpt._format.step_files.source_files import SourceFile
+from ckpt._format.step_files import SourceFile
 
 __all__ = [
     "COMPRESSION",

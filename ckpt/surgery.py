@@ -19,13 +19,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from ckpt._arguments import invalid
-from ckpt._plan import virtual_arrays
+from ckpt._plan import targets
 from ckpt._plan.adapt import Transform
-from ckpt._plan.targets import stored_text
-from ckpt._plan.virtual_arrays import VirtualArray, concatenated, cut, drop_axis, insert_axis
+from ckpt._plan.targets import VirtualArray, concatenated, cut, drop_axis, insert_axis, stored_text
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
-from ckpt._tree.patterns import Pattern, compile_pattern, fill_stars, natural_key
-from ckpt._tree.suggestions import suggestion
+from ckpt._tree.leaf_names import Pattern, compile_pattern, fill_stars, natural_key, suggestion
 from ckpt.errors import InvalidArgumentError, TargetMismatchError
 
 __all__ = ["concatenate", "repeat", "reshape", "split", "stack", "transpose", "unstack"]
@@ -234,7 +232,7 @@ def repeat(paths: str, times: int, axis: int = 0) -> Transform:
 
     def made(name: str, source: VirtualArray) -> VirtualArray:
         place = _axis("repeat", name, axis, len(source.shape))
-        return virtual_arrays.repeat(source, place, times)
+        return targets.repeat(source, place, times)
 
     return _transform_each("repeat", paths, made)
 
@@ -268,7 +266,7 @@ def transpose(paths: str, axes: Sequence[int] | None = None) -> Transform:
                 f"{stored_text(source)} once",
                 leaf=name,
             )
-        return virtual_arrays.transpose(source, places)
+        return targets.transpose(source, places)
 
     return _transform_each("transpose", paths, made)
 
@@ -304,11 +302,11 @@ def reshape(paths: str, shape: Sequence[int]) -> Transform:
             raise TargetMismatchError(
                 f"reshape: {stored_text(source)} cannot have the shape {list(wanted)}", leaf=name
             )
-        reshaped = virtual_arrays.reshape(source, found)
+        reshaped = targets.reshape(source, found)
         if reshaped is None:
             raise TargetMismatchError(
                 f"reshape: {stored_text(source)} falls into more than "
-                f"{virtual_arrays.MOST_SLICES} pieces as {list(found)}, since the rows of one end "
+                f"{targets.MOST_SLICES} pieces as {list(found)}, since the rows of one end "
                 "within those of the other. Leave it out here, and reshape it with jax once it is "
                 "restored",
                 leaf=name,

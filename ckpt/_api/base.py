@@ -5,25 +5,25 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, get_args
 
 from ckpt._api.hints import hinted, no_attribute
 from ckpt._arguments import instance_of, invalid, is_config, one_of, plain_json
+from ckpt._commit import StepInfo
 from ckpt._events import Observer
-from ckpt._plan.format_rules import Formats
+from ckpt._plan.save_plan import Formats
 from ckpt._redaction import redact
-from ckpt._runtime.exit import run_at_exit
+from ckpt._runtime.futures import shortened
 from ckpt._runtime.loop import EngineLoop
-from ckpt._runtime.tracebacks import shortened
+from ckpt._runtime.threads import run_at_exit
 from ckpt._settings import OpenMode, Staging, StagingMode, Timeouts, as_staging
-from ckpt._steps.factory import make_engine, make_job
 from ckpt._steps.root import RootOptions
 from ckpt._steps.saves.commits import OnFailure, OpenCommits
-from ckpt._steps.saves.preemption import Preemption
-from ckpt._steps.service import RootService
-from ckpt.errors import InvalidArgumentError
+from ckpt._steps.saves.history import Preemption
+from ckpt._steps.service import RootService, make_engine, make_job
+from ckpt.errors import CheckpointError, InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike
 from ckpt.keep._deletion import Deletion
 from ckpt.keep._keep_policies import KeepLike, as_keep_rules
@@ -33,6 +33,7 @@ from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._resolve import PathLike, check_trash, open_root
 
 if TYPE_CHECKING:
+    from ckpt._steps.saves.partial import OpenSave
     from ckpt._tiers.settings import SharedMemory, Tier
     from ckpt.coordination._base import Coordinator
     from ckpt.extensions import Extensions
@@ -240,3 +241,56 @@ class ManagerBase:
         error.add_note(
             f"a save to {redact(self._service.storage.location)} failed as well: {notes}"
         )
+
+
+# Reason given for discarding a save that its owner dropped.
+_DROPPED = "it was dropped without finalize() or discard()"
+
+
+def refused(advice: str) -> Callable[..., Any]:
+    """Return a method that raises for syntax that a class does not have; `advice` is the text."""
+
+    def refuse(self: object, *_: object) -> NoReturn:
+        raise InvalidArgumentError(advice)
+
+    return refuse
+
+
+class PartialSaveBase:
+    """The part of a partial save that both faces share: the methods that never wait."""
+
+    def __init__(self, save: OpenSave, owner: object = None) -> None:
+        """Called by a manager only; `owner` is kept alive."""
+        self._save = save
+        self._owner = owner
+        self._info: StepInfo | None = None
+        weakref.finalize(self, save.abandon, _DROPPED).atexit = False
+
+    @property
+    def step(self) -> int | None:
+        """The step."""
+        return self._save.request.step
+
+    @property
+    def info(self) -> StepInfo:
+        """The `StepInfo` of the step.
+
+        Raises:
+            CheckpointError: The step is not published yet: the block has not ended.
+        """
+        if self._info is None:
+            raise CheckpointError(
+                "the partial save is not published yet: read info after the block, or after "
+                "finalize()",
+                step=self.step,
+            )
+        return self._info
+
+    def __repr__(self) -> str:
+        return repr(self._save)
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Add an earlier failure of the save, which may not have been seen, to `error`."""
+        failure = self._save.failure()
+        if failure is not None and failure is not error:
+            error.add_note(f"the partial save of step {self.step} had failed: {failure}")

@@ -12,17 +12,15 @@ from ckpt._api.resumption import State
 from ckpt._api.stored_array import StoredArray
 from ckpt._api.watch import Watch
 from ckpt._arguments import true_or_false
-from ckpt._calls.arrays import find_array
 from ckpt._calls.background import background_saves
 from ckpt._calls.branches import Source
-from ckpt._calls.oneshot import Call, load_call, metadata_call, save_call, verify_call
+from ckpt._calls.oneshot import Call, find_array, load_call, metadata_call, save_call, verify_call
 from ckpt._calls.watches import watcher_of
 from ckpt._commit import Commit, StepInfo
-from ckpt._engine.verify.file_selection import read_limits
-from ckpt._engine.verify.report import VerifyReport
+from ckpt._engine.verify.report import VerifyReport, read_limits
 from ckpt._events import Observer
 from ckpt._plan.adapt import Adapt
-from ckpt._plan.format_rules import Formats
+from ckpt._plan.save_plan import Formats
 from ckpt._runtime.loop import run_once
 from ckpt._settings import ArrayMemory, IfTaken, Staging, StagingMode, Timeouts
 from ckpt._steps.saves.save_arguments import make_request
@@ -489,7 +487,7 @@ async def merge(
         mean = await ckpt.merge({"runs/a/100": 0.25, "runs/a/200": 0.75}, like=state)
         ```
     """
-    from ckpt._calls.merge import merge_call
+    from ckpt._calls.conversion import merge_call
 
     call: Call[State] = merge_call(weights, like, items, at, adapt, handlers, coordinator)
     return await run_once(call)
@@ -541,6 +539,6 @@ async def adopt(
         params = await ckpt.load("runs/a/0", like=params)
         ```
     """
-    from ckpt._calls.adoption import adopt_call
+    from ckpt._calls.conversion import adopt_call
 
     return await run_once(adopt_call(source, target, step, step_names, if_exists))

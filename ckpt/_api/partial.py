@@ -8,10 +8,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ckpt._api import waits
-from ckpt._api.bases import PartialSaveBase, refused
+from ckpt._api.base import PartialSaveBase, refused
 from ckpt._commit import StepInfo
-from ckpt._runtime.futures import settled
-from ckpt._runtime.tracebacks import outcome
+from ckpt._runtime.futures import outcome, settled
 
 
 class PartialSave(PartialSaveBase):

@@ -8,9 +8,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from ckpt._commit import Commit, StepInfo
-from ckpt._runtime.futures import settled_here
+from ckpt._runtime.futures import outcome, settled_here
 from ckpt._runtime.loop import Job
-from ckpt._runtime.tracebacks import outcome
 from ckpt.errors import SaveSkippedError
 
 T = TypeVar("T")

@@ -11,8 +11,7 @@ import numpy as np
 
 from ckpt._arguments import refuse_orbax_argument
 from ckpt._plan.adapt import Adapt
-from ckpt._tree.leaf_specs import is_function
-from ckpt._tree.shardings import ShardingTree, spread
+from ckpt._tree.leaf_specs import ShardingTree, is_function, spread
 from ckpt.errors import InvalidArgumentError
 
 logger = logging.getLogger("ckpt")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt._calls.arrays import Array, ArrayBase
+from ckpt._calls.oneshot import Array, ArrayBase
 from ckpt._runtime.loop import run_once
 
 

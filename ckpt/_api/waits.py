@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 import anyio
 
 from ckpt._commit import Commit, StepInfo
-from ckpt._runtime.futures import settled
+from ckpt._runtime.futures import outcome, settled
 from ckpt._runtime.loop import Job
 from ckpt._runtime.threads import run_beside
-from ckpt._runtime.tracebacks import outcome
 from ckpt.errors import SaveSkippedError
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ckpt._api import waits
-from ckpt._api.bases import refused
+from ckpt._api.base import refused
 from ckpt._calls.watches import WatchBase
 from ckpt._commit import StepInfo
 from ckpt._runtime.loop import end_loop

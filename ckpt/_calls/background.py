@@ -18,22 +18,21 @@ from ckpt._engine.engine import Engine
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._engine.save.save_request import SaveRequest
 from ckpt._events import Observer
-from ckpt._plan.format_rules import Formats, compile_formats
+from ckpt._plan.save_plan import Formats, compile_formats
 from ckpt._redaction import redact
-from ckpt._runtime.exit import run_at_exit
 from ckpt._runtime.loop import EngineLoop, Job
+from ckpt._runtime.threads import run_at_exit
 from ckpt._settings import Staging, StagingMode, Timeouts
-from ckpt._steps.factory import checked_observers, extend, make_engine, make_job
-from ckpt._steps.saves.backlog import Backlog, SaveRun
-from ckpt._steps.saves.commits import OpenCommits
+from ckpt._steps.saves.commits import Backlog, OpenCommits, SaveRun
 from ckpt._steps.saves.one_shot import finished, save_one_shot
+from ckpt._steps.service import checked_observers, extend, make_engine, make_job
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike, find_handlers
 from ckpt.storage._base import Storage
 from ckpt.storage._resolve import PathLike, open_step_dir
 
 if TYPE_CHECKING:
-    from ckpt._job.solo_job import ProcessJob
+    from ckpt._job.solo import ProcessJob
     from ckpt.coordination._base import Coordinator
     from ckpt.extensions import Extensions
 

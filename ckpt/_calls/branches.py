@@ -15,22 +15,21 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._arguments import invalid, shown
-from ckpt._engine.restore.branched_target import BranchedTarget
+from ckpt._engine.restore.composed import BranchedTarget
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import ItemTarget, restore_items
 from ckpt._format.manifest import Manifest
 from ckpt._plan.adapt import Adapt
 from ckpt._redaction import redact
-from ckpt._runtime.tasks import for_each
+from ckpt._runtime.futures import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Staging
-from ckpt._steps.factory import make_engine, place_in_job
 from ckpt._steps.opened import OpenedStep
 from ckpt._steps.path_diagnosis import opened_checkpoint
-from ckpt._steps.restores.restore_arguments import context_of, volume_text, wanted_items
-from ckpt._steps.restores.restore_options import RestoreOptions
-from ckpt._tree.item_leaves import branch_of
-from ckpt._tree.leaf_names import escape_slashes, nested
+from ckpt._steps.restore_arguments import context_of, volume_text, wanted_items
+from ckpt._steps.restore_options import RestoreOptions
+from ckpt._steps.service import make_engine, place_in_job
+from ckpt._tree.leaf_names import branch_of, escape_slashes, nested
 from ckpt.errors import CheckpointError, InvalidArgumentError, located
 from ckpt.handlers._registry import HandlersLike
 from ckpt.storage._base import Storage

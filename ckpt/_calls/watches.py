@@ -7,8 +7,8 @@ import weakref
 from typing import Any
 
 from ckpt._arguments import instance_of
-from ckpt._runtime.exit import run_at_exit
 from ckpt._runtime.loop import EngineLoop, Job
+from ckpt._runtime.threads import run_at_exit
 from ckpt._settings import Timeouts
 from ckpt._steps.watcher import Watcher, WatchOptions
 from ckpt.errors import CommitCancelledError, InvalidArgumentError

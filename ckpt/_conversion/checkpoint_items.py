@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 import anyio.from_thread
@@ -19,24 +19,24 @@ from msgspec import Struct
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.item_files import read_item_file
 from ckpt._engine.restore.item_reader import RegionReader
-from ckpt._engine.verify.file_roles import role_of
-from ckpt._format.dtypes import parse_dtype
+from ckpt._engine.verify.report import role_of
+from ckpt._format.array_format import parse_dtype
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry
-from ckpt._format.manifest import ItemEntry
+from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._format.manifest_head import OWN_DISKS
+from ckpt._format.places import describe_sharding
 from ckpt._format.regions import Region, whole
-from ckpt._format.shardings import describe_sharding
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.orbax_view import ABOUT_FILE
 from ckpt._plan.targets import default_device
 from ckpt._plan.weighted_means import accumulator, is_averaged
 from ckpt._settings import MIN_BUDGET_BYTES, Staging
-from ckpt._steps.factory import make_engine
 from ckpt._steps.opened import OpenedStep
-from ckpt._steps.restores.restore_arguments import context_of
-from ckpt._tree.flatten import Structure
+from ckpt._steps.restore_arguments import context_of
+from ckpt._steps.service import make_engine
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, decode_scalar
 from ckpt._tree.leaf_specs import CheckpointLeaf, LeafSpec
+from ckpt._tree.structure import Structure
 from ckpt.errors import UnsupportedFormatError, located
 from ckpt.handlers._base import ItemReader
 
@@ -214,3 +214,36 @@ def _nothing(region: Region) -> Array:
 def _is_read_whole(leaf: LeafEntry) -> bool:
     """Return True if a chunk is read as a whole, to be decoded or compared with its digest."""
     return leaf.codec is not None or any(each != UNCHECKED for each in leaf.digests[:1])
+
+
+class Written(Struct, frozen=True):
+    """The result of a conversion.
+
+    Attributes:
+        path: Path of the result.
+        arrays: Number of its arrays.
+        nbytes: Bytes of the arrays.
+    """
+
+    path: str
+    arrays: int
+    nbytes: int
+
+
+class Target(Protocol):
+    """A place and a format that a checkpoint is written to."""
+
+    @property
+    def format(self) -> str:
+        """Name of the format."""
+
+    async def write(
+        self, items: Mapping[str, CheckpointItem], old: Manifest, budget: int
+    ) -> Written:
+        """Write items; durable on return.
+
+        Args:
+            items: The items by name.
+            old: Manifest of their checkpoint.
+            budget: Limit of the memory to use, in bytes.
+        """

@@ -13,16 +13,17 @@ from pathlib import Path
 import numpy as np
 from msgspec import Struct
 
-from ckpt._conversion.file_writes import Bytes, LargeFile, write_pieces, write_region
-from ckpt._conversion.tensors import ExportedArray, pieces_of
-from ckpt._format.dtypes import DTYPES
-from ckpt._format.regions import Region
-from ckpt._interop.safetensors.header import (
-    DTYPE_NAMES,
-    LENGTH_BYTES,
-    MOST_HEADER_BYTES,
-    parse_index,
+from ckpt._conversion.tensors import (
+    Bytes,
+    ExportedArray,
+    LargeFile,
+    pieces_of,
+    write_pieces,
+    write_region,
 )
+from ckpt._format.array_format import DTYPES
+from ckpt._format.regions import Region
+from ckpt._interop.safetensors import DTYPE_NAMES, LENGTH_BYTES, MOST_HEADER_BYTES, parse_index
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError

@@ -16,11 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from ckpt._conversion.file_writes import Bytes, LargeFile, write_pieces
-from ckpt._conversion.tensors import ExportedArray
-from ckpt._format.dtypes import DTYPES
+from ckpt._conversion.tensors import Bytes, ExportedArray, LargeFile, write_pieces
+from ckpt._format.array_format import (
+    DTYPES,
+    choose_chunk,
+    chunk_key,
+    stored_dtype,
+    zarr_metadata_bytes,
+)
 from ckpt._format.regions import chunk_grid, chunk_region
-from ckpt._format.zarr import choose_chunk, chunk_key, stored_dtype, zarr_metadata_bytes
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import InvalidArgumentError

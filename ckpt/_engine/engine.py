@@ -1,29 +1,208 @@
-"""The engine: state that all saves and restores of a manager share: memory, plans, handlers."""
+"""The engine: state that all saves and restores of a manager share: memory, plans, handlers.
+
+The base step: the last step that this program saved or restored, whose files a save may share. A
+save counts before a restore: the restored step is the base only until the first save.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
 import logging
+import math
 import platform
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+import numpy as np
 from msgspec import Struct, field
 
-from ckpt._engine.base_step import BaseStep
-from ckpt._engine.memory.arena import Arena
-from ckpt._engine.memory.buffers import Buffers
+from ckpt._engine.memory.arena import Arena, Buffers
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._events import Observer
+from ckpt._format.leaf_table import DIGEST_BYTES, LeafForm
+from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._format.manifest_head import OWN_FORMAT, VIRTUAL, FileEntry
+from ckpt._plan.base_chunks import SMALL_BYTES, BaseChunks
+from ckpt._plan.chunking import LeafPlan
+from ckpt._plan.item_reports import ROW, ItemReport
+from ckpt._plan.save_plan import SavePlan
+from ckpt._plan.write_batches import WriteBatch
 from ckpt._settings import Staging
 from ckpt.handlers._registry import Handlers
+from ckpt.storage._base import Storage
+from ckpt.storage._manifests import files_folder
 
 if TYPE_CHECKING:
     from ckpt._engine.chunk_extensions import ChunkExtension
 
 logger = logging.getLogger("ckpt")
+_NONE = np.zeros(0, np.int64)
+
+
+class SavedItem(Struct, frozen=True, eq=False):
+    """One item, as this process wrote it.
+
+    Attributes:
+        plan: The plan of all its chunks.
+        chunks: The chunks and their places in files.
+        arrays: A weak reference to the array of each leaf, in order, so that its memory stays the
+            caller's to free; None for anything but jax arrays, because only those cannot change in
+            place.
+        files: Its data files, by path relative to the item.
+        is_first: True if no earlier step was known, so that any of its arrays may stay the same.
+    """
+
+    plan: SavePlan
+    chunks: BaseChunks
+    arrays: Sequence[weakref.ref[Any] | None]
+    files: Mapping[str, FileEntry]
+    is_first: bool = False
+
+    def of_leaves(self, same: Sequence[int]) -> ItemReport | None:
+        """Return the chunks of the leaves `same`, which a save can reuse; None if it has none."""
+        if not same:
+            return None
+        unchanged = np.zeros(len(self.arrays), np.bool_)
+        unchanged[same] = True
+        found = self.chunks.of_leaves(unchanged)
+        return found if found.files else None
+
+    def same(self, leaves: Sequence[Any]) -> list[int]:
+        """Return the numbers of the leaves that are the same array objects as in this save."""
+        pairs = zip(self.arrays, leaves, strict=True)
+        return [n for n, (known, leaf) in enumerate(pairs) if known and known() is leaf]
+
+    def separate_chunks(self, kept: ItemReport | None) -> list[set[tuple[int, int]]]:
+        """Return the chunks of each large file that was shared before, except the files of `kept`.
+
+        These chunks may be unchanged again. So they stay together in one file, apart from all
+        others.
+        """
+        taken = set() if kept is None else set(kept.files)
+        shared = {
+            path for path, entry in self.files.items() if entry.shared and entry.size >= SMALL_BYTES
+        }
+        return self.chunks.report.chunks_by_file(shared - taken)
+
+    def expected(self, batches: Sequence[WriteBatch]) -> set[int]:
+        """Return the numbers of the batches that are likely unchanged."""
+        chunks = self.chunks
+        return {number for number, batch in enumerate(batches) if chunks.is_expected(batch)}
+
+    def small_files(self, report: ItemReport) -> int:
+        return sum(self.files[path].size < SMALL_BYTES for path in report.files)
+
+
+class RestoredItem(Struct, frozen=True, eq=False):
+    """One item of a step that was restored.
+
+    Attributes:
+        entry: The entry of the item in the manifest.
+        files: Its data files, by path relative to the item.
+    """
+
+    entry: ItemEntry
+    files: Mapping[str, FileEntry]
+
+    def as_saved(self, plan: SavePlan) -> SavedItem:
+        """Return the chunks of it that a save with this plan would write in the same form."""
+        table = self.entry.leaves
+        numbers = {name: number for number, name in enumerate(table.names)}
+        found, leaves = [_NONE], [_NONE]
+        chunks = [_NONE]
+        for number, leaf in enumerate(plan.leaves):
+            at = numbers.get(leaf.name)
+            if at is None or leaf.spec.dtype is None:
+                continue
+            first, end = int(table.firsts[at]), int(table.firsts[at + 1])
+            if end - first == math.prod(leaf.grid) and _is_alike(leaf, table.forms[table.form[at]]):
+                found.append(np.arange(first, end))
+                leaves.append(np.full(end - first, number))
+                chunks.append(np.arange(end - first))
+        places = np.concatenate(found)
+        here = table.offsets[places] >= 0
+        places = places[here]
+        rows = np.zeros(len(places), ROW)
+        rows["leaf"], rows["number"] = np.concatenate(leaves)[here], np.concatenate(chunks)[here]
+        rows["offset"] = table.offsets[places]
+        for name, column in (("file", table.files), ("length", table.lengths)):
+            if len(column):
+                rows[name] = column[places]
+        digests = np.frombuffer(table.digests, np.uint8).reshape(-1, DIGEST_BYTES)[places]
+        report = ItemReport(tuple(self.entry.data_files), rows, digests)
+        return saved_item(plan, report, [None] * len(plan.leaves), self.files, None)
+
+
+def _is_alike(leaf: LeafPlan, form: LeafForm) -> bool:
+    """Return True if a stored leaf has the chunks that the plan gives it."""
+    codec = None if leaf.compression is None else leaf.compression.name
+    stored = (form.dtype, tuple(form.shape), tuple(form.chunks), form.packed, form.codec)
+    return stored == (leaf.spec.dtype, leaf.spec.shape, leaf.chunk, leaf.packed, codec)
+
+
+class BaseStep(Struct):
+    """A committed step whose files the next one may share.
+
+    Attributes:
+        storage: Storage of the root.
+        step_dir: The step directory, with the folder that its manifest names.
+        items: The known items, by name.
+        was_restored: True if this program restored the step and did not save it.
+    """
+
+    storage: Storage
+    step_dir: str
+    items: Mapping[str, SavedItem | RestoredItem] = field(default_factory=dict)
+    was_restored: bool = False
+
+
+def base_of_restored(storage: Storage, step_dir: str, manifest: Manifest) -> BaseStep | None:
+    """Return a restored step as the base of the next save; None if a save can share nothing."""
+    is_here = manifest.format == OWN_FORMAT and VIRTUAL not in manifest.requires
+    if not is_here or not storage.traits.shares_files:
+        return None
+    items = {}
+    for name, entry in manifest.items.items():
+        files = {path: manifest.files.get(f"{name}/{path}") for path in entry.data_files}
+        known = {path: file for path, file in files.items() if file is not None}
+        if len(known) == len(files):
+            items[name] = RestoredItem(entry, known)
+    return BaseStep(storage, files_folder(step_dir, manifest), items, was_restored=True)
+
+
+def saved_item(
+    plan: SavePlan,
+    report: ItemReport,
+    arrays: Sequence[weakref.ref[Any] | None],
+    files: Mapping[str, FileEntry],
+    before: SavedItem | None,
+) -> SavedItem:
+    """Return an item as it was written.
+
+    Args:
+        plan: The plan of all its chunks.
+        report: The places of the chunks.
+        arrays: See `SavedItem`.
+        files: See `SavedItem`.
+        before: The same item of the step before; None if unknown.
+    """
+    # A chunk that stayed the same once is expected to do so again; without a step before, all may.
+    same = np.ones(len(report.rows), np.bool_)
+    if before is not None:
+        same = before.chunks.same_again(report)
+    sizes = [files[path].size for path in report.files]
+    chunks = BaseChunks(plan.leaves, report, sizes, same)
+    return SavedItem(plan, chunks, arrays, files, before is None)
+
+
+def references(leaves: Sequence[Any]) -> list[weakref.ref[Any] | None]:
+    """Return references that later tell if a leaf is the same array; see `SavedItem.arrays`."""
+    return [weakref.ref(leaf) if isinstance(leaf, jax.Array) else None for leaf in leaves]
+
 
 # Most files that a warning names.
 _NAMED = 3

@@ -15,19 +15,17 @@ import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, Node
-from ckpt._format.manifest_head import FileEntry
+from ckpt._format.manifest_head import FileEntry, digest
 from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.chunking import LeafPlan
-from ckpt._plan.format_rules import FormatRules, Formatted
 from ckpt._plan.item_reports import ChunkTable, ItemReport, PlannedTree
 from ckpt._plan.orbax_view import item_view
-from ckpt._plan.save_plan import SavePlan, plan_save
+from ckpt._plan.save_plan import FormatRules, Formatted, SavePlan, plan_save
 from ckpt._tree.boxes import unboxed_names
-from ckpt._tree.flatten import Structure
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, MOST_SHOWN
 from ckpt._tree.leaf_specs import SHAREABLE, Classifier, LeafSpec
+from ckpt._tree.structure import Structure
 from ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
-from ckpt._format.dtypes import parse_dtype
+from ckpt._format.array_format import parse_dtype
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import FileEntry
 from ckpt._format.regions import Region, chunk_region
-from ckpt._format.step_files.source_files import SourceFile
+from ckpt._format.step_files import SourceFile
 
 Shape = tuple[int, ...]
 

@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
-    from ckpt._vitals.records import LeafSigns
+    from ckpt._vitals.signs import LeafSigns
 
 Value = str | bool | None
 Length = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -292,7 +292,7 @@ class LeafTable(Sequence[LeafEntry]):
             assert ckpt.manifest.LeafTable.of(list(leaves)) == leaves
             ```
         """
-        from ckpt._vitals.records import records_of
+        from ckpt._vitals.signs import records_of
 
         leaves = list(entries)
         numbers: dict[LeafForm, int] = {}
@@ -378,7 +378,7 @@ class LeafTable(Sequence[LeafEntry]):
         """
         signs: tuple[bytes, bytes, bytes, list[tuple[int, int]]] = b"", b"", b"", []
         if self._signs is not None:
-            from ckpt._vitals.records import written
+            from ckpt._vitals.signs import written
 
             signs = written(self._signs)
         return LeafColumns(
@@ -399,7 +399,7 @@ class LeafTable(Sequence[LeafEntry]):
     def signs(self) -> Records:
         """The record of the vital signs of every leaf; empty if none are known."""
         if self._signs is None:
-            from ckpt._vitals.records import no_signs
+            from ckpt._vitals.signs import no_signs
 
             return no_signs(0)
         return self._signs
@@ -528,7 +528,7 @@ def _read_signs(columns: LeafColumns) -> Records | None:
     given = columns.fingerprints, columns.norms, columns.absmax, columns.nonfinite
     if not any(given):
         return None
-    from ckpt._vitals.records import read
+    from ckpt._vitals.signs import read
 
     return read(len(columns.names), *given)
 
@@ -542,6 +542,6 @@ def signs_at(table: LeafTable, number: int) -> LeafSigns | None:
     """Return the vital signs of a leaf; None if they are unknown."""
     if table._signs is None:
         return None
-    from ckpt._vitals.records import signs_of
+    from ckpt._vitals.signs import signs_of
 
     return signs_of(table._signs[number])

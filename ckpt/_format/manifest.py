@@ -22,8 +22,6 @@ import numpy as np
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from ckpt._format.digests import digest
-from ckpt._format.history import DroppedItem, Parent, ReplacedSave, check_dropped
 from ckpt._format.leaf_table import UNKNOWN_NORM, LeafColumns, LeafTable, has_notes
 from ckpt._format.manifest_head import (
     COMPRESSION,
@@ -40,9 +38,15 @@ from ckpt._format.manifest_head import (
     TRAILER_END,
     TRAILER_KEY,
     VIRTUAL,
+    DroppedItem,
     FileEntry,
+    Metrics,
+    Parent,
+    ReplacedSave,
     Size,
     Summary,
+    check_dropped,
+    digest,
     is_step,
     is_whole,
     short_number,
@@ -51,8 +55,7 @@ from ckpt._format.manifest_head import (
     tops_of,
     version_of,
 )
-from ckpt._format.metrics import Metrics
-from ckpt._format.step_files.source_files import SourceFile
+from ckpt._format.step_files import SourceFile
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedFormatError
 
 # The JSON parser stops at about 200 levels; half of them are left to the structures around it.

@@ -16,21 +16,16 @@ from msgspec import Struct
 
 from ckpt._format.leaf_table import LeafForm, LeafTable, signs_at
 from ckpt._format.manifest import Manifest
-from ckpt._format.metrics import flat_metrics
+from ckpt._format.manifest_head import flat_metrics
 from ckpt._inspection.leaf_records import LeafRecord, records_of
 from ckpt._inspection.locations import Checkpoint
-from ckpt._plan.unchanged.compared_leaves import (
-    ComparedLeaves,
-    Verdict,
-    compare_leaves,
-    contents_of,
-)
+from ckpt._plan.compared_leaves import ComparedLeaves, Verdict, compare_leaves, contents_of
 from ckpt._tree.boxes import unboxed_names
-from ckpt._vitals.records import LeafSigns
+from ckpt._vitals.signs import LeafSigns
 from ckpt.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
-    from ckpt._inspection.values.array_changes import ArrayChange
+    from ckpt._inspection.values.read_differences import ArrayChange
 
 
 class ChangedText(Struct, frozen=True):

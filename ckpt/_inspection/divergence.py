@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from ckpt._inspection.differences import CheckpointDifferences, compare, is_same_state
 from ckpt._inspection.locations import Checkpoint, RunRoot, refuse_doubled
 from ckpt._steps.index import IndexedStep
-from ckpt._steps.opened import open_step
-from ckpt._steps.unreadable import look_closely, shortened
+from ckpt._steps.opened import look_closely, open_step, shortened
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,

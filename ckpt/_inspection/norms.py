@@ -13,10 +13,8 @@ from ckpt._inspection.locations import RunRoot
 from ckpt._steps.opened import open_step
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
-from ckpt._tree.patterns import compile_rule
-from ckpt._tree.suggestions import near_miss
-from ckpt._vitals.records import no_signs, signs_of
-from ckpt._vitals.signs import join_signs
+from ckpt._tree.leaf_names import compile_rule, near_miss
+from ckpt._vitals.signs import join_signs, no_signs, signs_of
 from ckpt.errors import CheckpointError, InvalidArgumentError
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 
-from ckpt._engine.verify.file_selection import ReadLimits
 from ckpt._engine.verify.pipeline import verify_step_dir
-from ckpt._engine.verify.report import Problem, VerifyReport
+from ckpt._engine.verify.report import Problem, ReadLimits, VerifyReport
 from ckpt._events import Observer
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt._inspection.locations import Checkpoint, RunRoot, locate
+from ckpt._steps.opened import UnreadableStep
 from ckpt._steps.path_diagnosis import diagnose
-from ckpt._steps.unreadable import UnreadableStep
 from ckpt.errors import (
     NotACheckpointError,
     StepDeletedError,

@@ -9,14 +9,13 @@ from msgspec.structs import replace
 
 from ckpt._engine.restore.step_files import FileLocation
 from ckpt._format.chunk_locations import places_in
-from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry
-from ckpt._format.manifest_head import FileEntry
-from ckpt._format.step_files.source_files import SourceFile
-from ckpt._interop.flax.checkpoint import FORMAT as FLAX
+from ckpt._format.manifest_head import FileEntry, digest
+from ckpt._format.step_files import SourceFile
+from ckpt._interop.flax import FORMAT as FLAX
 from ckpt._interop.foreign import ForeignCheckpoint, writable_items
 from ckpt._interop.numpy_files import FORMAT as NUMPY
-from ckpt._runtime.tasks import for_each
+from ckpt._runtime.futures import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckpt.storage._base import fingerprint

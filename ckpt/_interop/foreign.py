@@ -11,16 +11,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._engine.restore.step_files import FileLocation
-from ckpt._format.digests import digest
 from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest
-from ckpt._format.metrics import other_metrics
-from ckpt._format.step_files.item_file_names import is_item_name
+from ckpt._format.manifest_head import digest, other_metrics
+from ckpt._format.step_files import is_item_name
 from ckpt._interop.runs_of_bytes import Fill, StoredRun, leaf_of_run
 from ckpt._plan.leaf_entries import check_readable, unread_items
 from ckpt._runtime.threads import run_in_thread
-from ckpt._tree.flatten import Structure, describe
 from ckpt._tree.leaf_kinds import unreadable_leaf
+from ckpt._tree.structure import Structure, describe
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,

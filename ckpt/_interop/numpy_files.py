@@ -26,7 +26,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES
 from ckpt._interop.foreign import (
     ITEM,
     UNREAD_ERRORS,
@@ -36,10 +36,9 @@ from ckpt._interop.foreign import (
     naming,
     structure_of,
 )
-from ckpt._interop.nested_names import nested
-from ckpt._interop.runs_of_bytes import StoredRun
+from ckpt._interop.runs_of_bytes import StoredRun, nested
 from ckpt._redaction import redact
-from ckpt._runtime.tasks import for_each
+from ckpt._runtime.futures import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import host_memory_bytes
 from ckpt.errors import (

@@ -1,16 +1,23 @@
-"""Arrays that are contiguous in a file of another library, as leaves of a manifest."""
+"""Arrays that a file of another library holds one after the other, and their names as a tree."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import jax
 from msgspec import Struct
 
-from ckpt._format.dtypes import parse_dtype
+from ckpt._format.array_format import parse_dtype
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry
+from ckpt._redaction import redact
+from ckpt._tree.leaf_names import MAX_DEPTH
+from ckpt.errors import UnsupportedFormatError
 
+logger = logging.getLogger("ckpt")
 # Arrays are read in blocks of rows. A process then reads little more than the rows that its devices
 # need: at most a sixteenth of an array, or a MiB, at either end. Blocks larger than 8 MiB are no
 # faster.
@@ -80,3 +87,45 @@ def leaf_of_run(name: str, run: StoredRun) -> LeafEntry:
         (run.file,) * count,
         committed=False,
     )
+
+
+def nested(names: Mapping[str, Any], where: str, separators: str = ".") -> Mapping[str, Any]:
+    """Return a tree from values with flat names.
+
+    `{"a.b": 1, "a.c": 2}` becomes `{"a": {"b": 1, "c": 2}}`. If one name is a prefix of another,
+    the names stay flat, and a warning says so.
+
+    Args:
+        names: The values, by flat name.
+        where: The file, for messages.
+        separators: The characters at which names are split.
+
+    Raises:
+        UnsupportedFormatError: A name has more parts than any tree has levels.
+    """
+    between = re.compile(f"[{re.escape(separators)}]")
+    paths = {name: tuple(between.split(name)) for name in names}
+    deep = next((name for name, path in paths.items() if len(path) > MAX_DEPTH), None)
+    if deep is not None:
+        count = len(paths[deep])
+        raise UnsupportedFormatError(
+            f"{where}: its name has {count} parts, and no tree is deeper than {MAX_DEPTH} levels",
+            leaf=deep,
+        )
+    leaves = set(paths.values())
+    inner = {path[:end] for path in leaves for end in range(1, len(path))}
+    # With several separators, two names may be the same path.
+    if inner & leaves or len(leaves) != len(paths):
+        logger.warning(
+            "%s: some names are parts of others, so the names are the keys of one dict",
+            redact(where),
+        )
+        return names
+    tree: dict[str, Any] = {}
+    for name, value in names.items():
+        *keys, last = paths[name]
+        node = tree
+        for key in keys:
+            node = node.setdefault(key, {})
+        node[last] = value
+    return tree

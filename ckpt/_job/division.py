@@ -20,9 +20,9 @@ import jax
 from msgspec import Struct, field
 
 from ckpt._arguments import invalid
-from ckpt._format.digests import digest
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES
 from ckpt._format.manifest import Node
+from ckpt._format.manifest_head import digest
 from ckpt._format.regions import Region, Shape, chunk_grid, chunk_region, position_in_grid, whole
 from ckpt._job.process_reports import TreeFingerprint, tree_fingerprint
 from ckpt._plan.chunking import (

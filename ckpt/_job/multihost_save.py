@@ -29,14 +29,13 @@ from ckpt._engine.save.session import SaveSession
 from ckpt._format.leaf_table import LeafTable, has_notes
 from ckpt._format.manifest import ItemEntry, Manifest, decode, encode
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, peek
-from ckpt._job.agreement.heartbeat import beating
+from ckpt._job.agreement.failures import beating
 from ckpt._job.agreement.operation import Operation, gathered
 from ckpt._job.agreement.peers import Peers
 from ckpt._job.division import ProcessGroup
-from ckpt._job.item_shares import DiskItem, ProcessItem, SharedItem
-from ckpt._job.publication import publish_apart, publish_together
-from ckpt._job.reports import SaveReport, decode_report, encode_report
-from ckpt._job.solo_save import Ask, Begin, Clear, Cleared, Join, StartedSave, Take
+from ckpt._job.process_reports import SaveReport, decode_report, encode_report
+from ckpt._job.publication import DiskItem, ProcessItem, SharedItem, publish_apart, publish_together
+from ckpt._job.solo import Ask, Begin, Clear, Cleared, Join, StartedSave, Take
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import (
     CheckpointError,

@@ -17,34 +17,23 @@ from ckpt._arguments import check_step, invalid
 from ckpt._engine.restore.step_files import Elsewhere
 from ckpt._events import Observer
 from ckpt._format.manifest import JsonValue, decode, encode
-from ckpt._job.agreement.heartbeat import beating
+from ckpt._job.agreement.failures import beating
 from ckpt._job.agreement.operation import Operation, gathered
 from ckpt._job.agreement.peers import Peers
 from ckpt._job.all_disks import CommonSteps, common_steps, join_notes, notes_data
 from ckpt._job.multihost_save import MultihostSave
 from ckpt._job.shared_reads import Broadcast
-from ckpt._job.solo_job import (
-    Act,
-    Do,
-    FoundStep,
-    Judge,
-    Reasons,
-    See,
-    judgements,
-    restore_from_trash,
-)
+from ckpt._job.solo import Act, Do, FoundStep, Judge, Reasons, See, judgements, restore_from_trash
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.loop import EngineLoop
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import BacklogPolicy
 from ckpt._steps.index import IndexedStep, StepIndex
-from ckpt._steps.opened import OpenedStep
-from ckpt._steps.removal.deletion_plan import DeletionPlan, common_deletions, kept_items
+from ckpt._steps.opened import OpenedStep, shortened
+from ckpt._steps.removal.deletion_plan import DeletionPlan, StepTrash, common_deletions, kept_items
 from ckpt._steps.removal.retention import Retention
-from ckpt._steps.removal.trash import StepTrash
-from ckpt._steps.restores.restore_options import check_broadcast
-from ckpt._steps.unreadable import shortened
+from ckpt._steps.restore_options import check_broadcast
 from ckpt.errors import (
     CheckpointError,
     CoordinationError,

@@ -1,4 +1,11 @@
-"""Publication by a job: what its processes have written becomes one step, or a part of one each."""
+"""Publication by a job: what its processes have written becomes one step, or a part of one each.
+
+The part that a process of a job takes in one item of a save, with the methods of `SoloItem`.
+SharedItem             DiskItem               ProcessItem the item is   divided, one root
+divided, own disks     of this process alone index, view   view, on the primary   none
+none files         on the primary         on each                on each, under names of its own
+leaves        merged at the end      those on this disk     those of this process
+"""
 
 from __future__ import annotations
 
@@ -10,19 +17,27 @@ import numpy as np
 from msgspec.structs import replace
 
 from ckpt._engine.memory.staging import host_bytes
-from ckpt._engine.save.merged_items import WrittenTree, merge_item
-from ckpt._engine.save.publication import give_name
+from ckpt._engine.save.merged_items import WrittenTree, entry_of, merge_item
+from ckpt._engine.save.publication import give_name, write_manifest
 from ckpt._engine.save.save_request import SaveRequest
 from ckpt._engine.save.session import SaveSession
-from ckpt._engine.save.step_manifest import write_manifest
-from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, Manifest
-from ckpt._format.step_files.per_process import apart, combine
-from ckpt._format.step_files.step_part import StepPart, encode_part
-from ckpt._job.process_reports import ProcessReport, line_fingerprint, value_fingerprint
-from ckpt._job.reports import SaveReport, check_alike, encode_report, same_items
-from ckpt._plan.item_reports import ItemReport
-from ckpt._runtime.tasks import for_each
+from ckpt._format.manifest_head import digest
+from ckpt._format.per_process import apart, combine, own_path
+from ckpt._format.step_files import StepPart, encode_part
+from ckpt._job.division import Division, ProcessGroup
+from ckpt._job.process_reports import (
+    ProcessReport,
+    SaveReport,
+    check_alike,
+    encode_report,
+    line_fingerprint,
+    same_items,
+    value_fingerprint,
+)
+from ckpt._plan.item_reports import ChunkTable, ItemReport
+from ckpt._plan.save_plan import WHOLE
+from ckpt._runtime.futures import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt.errors import located
@@ -30,8 +45,9 @@ from ckpt.handlers._base import is_per_process
 
 if TYPE_CHECKING:
     from ckpt._engine.plan_cache import ItemPlan
-    from ckpt._engine.save.session import SaveSession
+    from ckpt._engine.save.item_write import ItemWrite
     from ckpt._job.multihost_save import MultihostSave
+    from ckpt._job.solo import Write
 
 # Largest array that is compared if every process has it for itself: on accelerators, larger arrays
 # would have to be copied to the hosts of all processes, though only the primary's are stored.
@@ -250,3 +266,93 @@ async def publish_apart(
                 await give_name(session, request)
             await processes.published()
     return manifest
+
+
+class SharedItem:
+    """An item that all processes write into one root, each its chunks."""
+
+    def __init__(self, name: str, group: ProcessGroup) -> None:
+        self._name = name
+        self._is_primary = group.index == 0
+        self.division: Division = Division(group)
+
+    async def write_file(self, path: str, write: Write) -> None:
+        """Write a file on the primary: all processes have the same one."""
+        if self._is_primary:
+            await write(path)
+
+    async def stage(
+        self, session: SaveSession, write: ItemWrite, written: WrittenTree, leaves: Sequence[Any]
+    ) -> None:
+        """Stage the leaves, and note the digests of those that all processes must have alike.
+
+        The primary writes the view now, and the index when all have reported.
+        """
+        if self._is_primary:
+            write.start(write.write_view)
+        await write.stage(leaves)
+        written.own = await run_in_thread(own_digests, written.plan, leaves)
+        session.trees[self._name] = written
+
+    def filled(self, entry: ItemEntry, written: WrittenTree) -> ItemEntry:
+        """Return the entry: it gets the leaves when the chunks of all processes are known."""
+        tree = written.tree
+        written.values = value_fingerprint(written.plan.save, tree.values, written.own)
+        return entry
+
+
+class DiskItem:
+    """An item of which each process writes what it holds, on its own disk."""
+
+    def __init__(self, name: str, group: ProcessGroup) -> None:
+        self._name = name
+        self.division: Division = Division(group)
+
+    async def write_file(self, path: str, write: Write) -> None:
+        await write(path)
+
+    async def stage(
+        self, session: SaveSession, write: ItemWrite, written: WrittenTree, leaves: Sequence[Any]
+    ) -> None:
+        """Stage the leaves. A disk has no files for other readers: they would find zeros there."""
+        await write.stage(leaves)
+        session.trees[self._name] = written
+
+    def filled(self, entry: ItemEntry, written: WrittenTree) -> ItemEntry:
+        """Return the entry with the leaves; chunks may be on other disks."""
+        return _filled(entry, written, own_disks=True)
+
+
+class ProcessItem:
+    """An item that every process stores for itself.
+
+    Attributes:
+        division: The plan has all of it.
+    """
+
+    division = WHOLE
+
+    def __init__(self, process: int, count: int) -> None:
+        self._process = process
+        self._count = count
+
+    async def write_file(self, path: str, write: Write) -> None:
+        """Write a file under a name of this process."""
+        await write(own_path(path, self._process, self._count))
+
+    async def stage(
+        self, session: SaveSession, write: ItemWrite, written: WrittenTree, leaves: Sequence[Any]
+    ) -> None:
+        """Stage the leaves; such an item keeps what it stores in files, and has none."""
+        await write.stage(leaves)
+
+    def filled(self, entry: ItemEntry, written: WrittenTree) -> ItemEntry:
+        """Return the entry with the leaves of this process."""
+        return _filled(entry, written, own_disks=False)
+
+
+def _filled(entry: ItemEntry, written: WrittenTree, *, own_disks: bool) -> ItemEntry:
+    tree = written.tree
+    assert written.report is not None
+    stored = ChunkTable.merged(tree.leaves, [written.report], own_disks=own_disks)
+    return entry_of(entry, tree, stored)

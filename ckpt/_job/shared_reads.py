@@ -19,17 +19,17 @@ import jax
 import numpy as np
 from msgspec import Struct
 
-from ckpt._engine.memory.buffers import Buffers
+from ckpt._engine.memory.arena import Buffers
 from ckpt._engine.restore.step_files import BlockReader
 from ckpt._events import EventRecorder
-from ckpt._format.dtypes import parse_dtype
+from ckpt._format.array_format import parse_dtype
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import JsonValue
 from ckpt._job.agreement.operation import Operation, gathered, together
 from ckpt._job.agreement.peers import Peers
-from ckpt._job.device_exchange import DeviceExchange
 from ckpt._job.read_groups import (
     BatchRead,
+    DeviceExchange,
     Grouping,
     ReadBatch,
     fill,
@@ -40,8 +40,7 @@ from ckpt._job.read_groups import (
 from ckpt._plan.chunk_reads import ReadRequest
 from ckpt._plan.targets import ArrayRead
 from ckpt._plan.write_batches import BATCH_BYTES
-from ckpt._runtime.futures import CallingThread
-from ckpt._runtime.tasks import for_each
+from ckpt._runtime.futures import CallingThread, for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CoordinationError, CorruptCheckpointError
 

@@ -10,14 +10,12 @@ import numpy as np
 from msgspec import Struct
 
 from ckpt._arguments import invalid, one_of
-from ckpt._format.dtypes import DTYPES, storable_dtype
+from ckpt._format.array_format import DTYPES, storable_dtype
 from ckpt._format.manifest import ItemEntry, ShardingEntry
-from ckpt._plan.targets import same_category
-from ckpt._plan.virtual_arrays import VirtualArray
+from ckpt._plan.targets import VirtualArray, same_category
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
-from ckpt._tree.patterns import PathRule, compile_pattern, compile_rule, fill_stars
-from ckpt._tree.suggestions import suggestion
+from ckpt._tree.leaf_names import PathRule, compile_pattern, compile_rule, fill_stars, suggestion
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
 
 # From leaf paths to their arrays; see `ckpt.surgery`.

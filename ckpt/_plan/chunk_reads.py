@@ -17,7 +17,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from ckpt._format.dtypes import parse_dtype
+from ckpt._format.array_format import parse_dtype
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry
 from ckpt._format.regions import (
     Region,
@@ -27,8 +27,7 @@ from ckpt._format.regions import (
     position_in_grid,
     whole,
 )
-from ckpt._plan.slices.array_slices import ArraySlice
-from ckpt._plan.slices.strides import Stride
+from ckpt._plan.slices import ArraySlice, Stride
 from ckpt._plan.write_batches import BATCH_BYTES
 from ckpt.errors import TargetMismatchError
 

@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from ckpt._format.array_format import ArrayFormat, Compression
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import (
+    DTYPES,
+    ArrayFormat,
+    Compression,
+    choose_chunk,
+    chunk_key,
+    zarr_metadata_bytes,
+)
 from ckpt._format.ocdbt import MAX_KEY_BYTES
 from ckpt._format.regions import (
     addressable_regions,
@@ -19,7 +25,6 @@ from ckpt._format.regions import (
     position_in_grid,
     whole,
 )
-from ckpt._format.zarr import choose_chunk, chunk_key, zarr_metadata_bytes
 from ckpt._plan.write_batches import BATCH_BYTES, CHUNK_ALIGNMENT, SECTOR, Chunk, ChunkPart
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import UnsupportedLeafError

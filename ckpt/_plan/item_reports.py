@@ -16,11 +16,11 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES
 from ckpt._format.leaf_table import DIGEST_BYTES, LeafForm, LeafTable
 from ckpt._format.manifest import ItemEntry, Node, ShardingEntry
 from ckpt._format.ocdbt import KeyValue
-from ckpt._format.shardings import describe_sharding
+from ckpt._format.places import describe_sharding
 from ckpt._plan.chunking import METADATA_KEY, LeafPlan, holders_of
 from ckpt._plan.write_batches import FileSpans, WriteBatch
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, SCALAR_KINDS

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt._format.array_format import CODECS
-from ckpt._format.dtypes import parse_dtype
+from ckpt._format.array_format import CODECS, parse_dtype
 from ckpt._format.leaf_table import LeafForm, LeafTable, has_notes
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.regions import chunk_grid

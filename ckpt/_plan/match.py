@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import ItemEntry, ShardingEntry
 from ckpt._format.places import Place, StoredPlace, place_of
@@ -19,24 +19,24 @@ from ckpt._plan.targets import (
     PYTHON_TYPES,
     ArrayRead,
     ArrayTarget,
+    VirtualArray,
     array_problem,
     array_target,
     is_abstract,
     key_shape,
     python_target,
+    resize,
     same_category,
     scalar_value,
     stored_text,
     wanted_text,
 )
-from ckpt._plan.virtual_arrays import VirtualArray, resize
-from ckpt._runtime.caller import caller
+from ckpt._runtime.threads import caller
 from ckpt._tree.boxes import unboxed_names
-from ckpt._tree.flatten import Structure
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, UNREADABLE, decode_scalar
-from ckpt._tree.leaf_names import ROOT
+from ckpt._tree.leaf_names import ROOT, near_miss
 from ckpt._tree.leaf_specs import is_function, kind_of_type
-from ckpt._tree.suggestions import near_miss
+from ckpt._tree.structure import Structure
 from ckpt.errors import InvalidArgumentError
 
 # Most hints at similar names, since finding one takes milliseconds.

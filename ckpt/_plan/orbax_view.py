@@ -18,7 +18,7 @@ import numpy as np
 
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import ItemEntry, Node, ShardingEntry
-from ckpt._format.metrics import json_metrics
+from ckpt._format.manifest_head import json_metrics
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, MOST_SHOWN, decode_scalar
 from ckpt._tree.leaf_names import orbax_key, orbax_names, same_name, sibling_names
 

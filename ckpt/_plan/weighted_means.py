@@ -13,7 +13,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ckpt._arguments import invalid, shown
-from ckpt._format.dtypes import parse_dtype
+from ckpt._format.array_format import parse_dtype
 from ckpt._format.leaf_table import LeafTable
 from ckpt._format.manifest import ItemEntry
 from ckpt._tree.boxes import unboxed_names

@@ -24,11 +24,9 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 from msgspec import Struct
 
-from ckpt._runtime import caller as callers
-from ckpt._runtime.exit import ending_error, is_ending
-from ckpt._runtime.futures import CallingThread
-from ckpt._runtime.threads import run_beside, start_thread, threads_of_loop
-from ckpt._runtime.tracebacks import outcome
+from ckpt._runtime import threads as callers
+from ckpt._runtime.futures import CallingThread, outcome
+from ckpt._runtime.threads import ending_error, is_ending, run_beside, start_thread, threads_of_loop
 from ckpt.errors import (
     ClosedError,
     CommitCancelledError,
@@ -162,7 +160,7 @@ class EngineLoop:
     def _start(self) -> _Running:
         started: Future[_Running] = Future()
         # A daemon: a script that never closes its manager must not hang at exit. The hook of
-        # `_runtime.exit` finishes the work that is still under way then.
+        # `_runtime.threads` finishes the work that is still under way then.
         thread = threading.Thread(
             target=_run_loop, args=(started,), name="ckpt-engine", daemon=True
         )

@@ -18,13 +18,30 @@ from typing import Any, Literal, TypeVar
 from msgspec import Struct
 
 from ckpt._arguments import check_step
-from ckpt._format.history import WENT_BACK_NOTE, Aside, DroppedItem, left_behind
-from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, MAX_BYTES, Summary, peek
-from ckpt._format.metrics import flat_metrics, grouped_metrics
-from ckpt._format.step_files.item_file_names import is_item_name
+from ckpt._format.manifest_head import (
+    FILE_NAME,
+    HEAD_BYTES,
+    MAX_BYTES,
+    WENT_BACK_NOTE,
+    Aside,
+    DroppedItem,
+    Summary,
+    flat_metrics,
+    grouped_metrics,
+    left_behind,
+    peek,
+)
+from ckpt._format.step_files import is_item_name
 from ckpt._redaction import redact
-from ckpt._steps.opened import OpenedStep, open_step
-from ckpt._steps.unreadable import BEGUN, UnreadableStep, described, look_closely, shortened
+from ckpt._steps.opened import (
+    BEGUN,
+    OpenedStep,
+    UnreadableStep,
+    described,
+    look_closely,
+    open_step,
+    shortened,
+)
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -120,6 +137,8 @@ class StepIndex:
         begun: Names of directories that Orbax has not finished, or is writing.
         elsewhere: Text about the contents of a root without steps, empty if there are none; None
             before anybody has looked.
+        storage: The root.
+        names: Naming of the step directories.
         others: The other places of the same run.
         went_back: True if a run is known to have gone back in any of these places.
     """
@@ -135,8 +154,8 @@ class StepIndex:
             missing: Meaning of a root that does not exist: an error, a root without steps (with one
                 warning), or a root that will be created.
         """
-        self._storage = storage
-        self._names = names
+        self.storage = storage
+        self.names = names
         self._missing = missing
         self._known: dict[str, tuple[Hashable, IndexedStep | None]] = {}
         # Directories that are named like steps and cannot be read as steps, by name; each gets one
@@ -177,17 +196,9 @@ class StepIndex:
         return max([*self._listed.values(), *self.known], default=-1)
 
     @property
-    def names(self) -> StepNames:
-        return self._names
-
-    @property
-    def storage(self) -> Storage:
-        return self._storage
-
-    @property
     def location(self) -> str:
         """Path of the root, for messages."""
-        return self._storage.location
+        return self.storage.location
 
     def forget(self) -> None:
         """Forget every manifest, so that the next look reads it again."""
@@ -252,7 +263,7 @@ class StepIndex:
         """Warn once about the greater steps that a run has left behind."""
         greater = {step for step in behind if step > newest}
         if not greater <= self._said_behind:
-            where = redact(self._storage.location)
+            where = redact(self.storage.location)
             logger.warning(_BEHIND, where, newest, shortened(sorted(greater)))
         self._said_behind |= greater
 
@@ -289,19 +300,19 @@ class StepIndex:
         self._unreadable |= dict.fromkeys(new)
         found = []
         for name in new[:_MOST_CLOSE_LOOKS]:
-            step = check_step(self._names.step(name))
+            step = check_step(self.names.step(name))
             if name in self._refused:
                 self._unreadable[name] = UnreadableStep(step, "forbidden", self._refused[name])
             else:
-                self._unreadable[name] = await look_closely(self._storage, name, step)
+                self._unreadable[name] = await look_closely(self.storage, name, step)
             found.append(self._unreadable[name])
         told = [each for each in found if each is not None]
         for text in described(told):
-            logger.warning("%s: %s", redact(self._storage.location), text)
+            logger.warning("%s: %s", redact(self.storage.location), text)
         if told and len(new) > _MOST_CLOSE_LOOKS:
             logger.warning(
                 "%s: %d more directories are named like steps and are left out: %s, ...",
-                redact(self._storage.location),
+                redact(self.storage.location),
                 len(new) - _MOST_CLOSE_LOOKS,
                 new[_MOST_CLOSE_LOOKS],
             )
@@ -320,7 +331,7 @@ class StepIndex:
         step = check_step(step)
         # The directory that counts comes first; among damaged or foreign ones, the first raises.
         for step_dir in await self.step_dirs_of(step):
-            opened = await open_step(self._storage, step_dir, step)
+            opened = await open_step(self.storage, step_dir, step)
             if opened is not None:
                 return opened
         raise await self.not_found(step)
@@ -338,9 +349,9 @@ class StepIndex:
         async def look(candidates: Sequence[str]) -> OpenedStep | None:
             left_out.clear()
             for name in candidates:
-                step = check_step(self._names.step(name))
+                step = check_step(self.names.step(name))
                 try:
-                    opened = await open_step(self._storage, name, step)
+                    opened = await open_step(self.storage, name, step)
                     if opened is not None and await self._counts(opened):
                         self._say_behind(step, behind)
                         return opened
@@ -365,7 +376,7 @@ class StepIndex:
             return await self.look(name) is not None
         # The manifest was just read: it is read again only if files are missing or short.
         sizes = {name: _largest(opened.manifest.sizes)}
-        return not await self._storage.cut_files(sizes) or await self.look(name) is not None
+        return not await self.storage.cut_files(sizes) or await self.look(name) is not None
 
     async def step_dirs_of(self, step: int) -> list[str]:
         """Return the names of all directories that may be `step`, even damaged ones.
@@ -375,11 +386,11 @@ class StepIndex:
         Raises:
             InvalidArgumentError: `names` gives no name to the step.
         """
-        written = self._names.name(step)
-        if isinstance(self._names, Standard):
+        written = self.names.name(step)
+        if isinstance(self.names, Standard):
             # Standard has one name for a step, so nothing needs to be listed.
-            return [written] if await self._storage.exists(written) else []
-        names = [name for name in await self._candidates() if self._names.step(name) == step]
+            return [written] if await self.storage.exists(written) else []
+        names = [name for name in await self._candidates() if self.names.step(name) == step]
         committed = await self.looked_at(names)
         pairs = list(zip(names, committed, strict=True))
         # Damaged directories come after the others, which keep their order.
@@ -393,16 +404,16 @@ class StepIndex:
         """Return an error that lists the existing steps, or says what this step has lost."""
         found = await self.refresh()
         if step in found and found[step].is_foreign:
-            where = f"{self._storage.location}/{found[step].step_dir}"
+            where = f"{self.storage.location}/{found[step].step_dir}"
             return CorruptCheckpointError(f"{where} has lost the files of its items", step=step)
         listed = f"steps {shortened(list(found))}" if found else "no committed step"
         return StepNotFoundError(
-            f"there is no such step; {self._storage.location} has {listed}", step=step
+            f"there is no such step; {self.storage.location} has {listed}", step=step
         )
 
     def no_step(self) -> StepNotFoundError:
         """Return the error for a root without steps; the message describes its contents."""
-        where = self._storage.location
+        where = self.storage.location
         if self._is_missing:
             return StepNotFoundError(f"there is no directory {where}, and so no step")
         if self.elsewhere:
@@ -416,15 +427,15 @@ class StepIndex:
         names = await self.step_dirs()
         self.begun = sorted(name for name in names if BEGUN in name)
         for name in names:
-            step = self._names.step(name)
+            step = self.names.step(name)
             if step is not None:
-                found.append((-step, name != self._names.name(step), name))
+                found.append((-step, name != self.names.name(step), name))
         self._listed = {name: -step for step, _, name in found}
-        own = None if found else await self._storage.read("", FILE_NAME, MAX_BYTES)
+        own = None if found else await self.storage.read("", FILE_NAME, MAX_BYTES)
         # A file of this name may be something else.
         if own is not None and peek(own) is not None:
             raise InvalidArgumentError(
-                f"{self._storage.location} is itself a checkpoint, not a root of steps. Pass the "
+                f"{self.storage.location} is itself a checkpoint, not a root of steps. Pass the "
                 "directory above it, or read this one with ckpt.load"
             )
         return [name for _, _, name in sorted(found)]
@@ -432,12 +443,12 @@ class StepIndex:
     async def step_dirs(self) -> list[str]:
         """Return the names of the directories and files of the root."""
         try:
-            found = await self._storage.step_dirs()
+            found = await self.storage.step_dirs()
         except StorageError as error:
             if self._missing == "error" or error.errno != errno.ENOENT:
                 raise
             if self._missing == "empty" and not self._is_missing:
-                where = redact(self._storage.location)
+                where = redact(self.storage.location)
                 logger.warning("there is no directory %s; it is read as having no steps", where)
             self._is_missing = True
             return []
@@ -449,7 +460,7 @@ class StepIndex:
         # Stamps are taken before the reads: a change in between is read again the next time.
         for name in names:
             self._refused.pop(name, None)
-        stamps = await self._readable(names, lambda some: self._storage.stamps(some, FILE_NAME))
+        stamps = await self._readable(names, lambda some: self.storage.stamps(some, FILE_NAME))
         # The answers belong to this call: other calls may change `_known` meanwhile.
         found: dict[str, IndexedStep | None] = {}
         new = []
@@ -466,7 +477,7 @@ class StepIndex:
                 new.append((name, stamp))
         read = await self._readable(
             [name for name, _ in new],
-            lambda some: self._storage.read_each(some, FILE_NAME, MAX_BYTES, HEAD_BYTES, peek),
+            lambda some: self.storage.read_each(some, FILE_NAME, MAX_BYTES, HEAD_BYTES, peek),
         )
         # Remember a step only after its files were seen, too; another call may look meanwhile.
         sizes = {}
@@ -474,7 +485,7 @@ class StepIndex:
             found[name] = self._indexed(name, summary)
             if summary is not None and found[name] is not None:
                 sizes[name] = _largest(summary.sizes)
-        cut = await self._storage.cut_files(sizes) if sizes else {}
+        cut = await self.storage.cut_files(sizes) if sizes else {}
         self._known |= {name: (stamp, found[name]) for name, stamp in new if name not in cut}
         if cut:
             found |= await self._looked_again({name: stamp for name, stamp in new if name in cut})
@@ -483,9 +494,9 @@ class StepIndex:
     async def _look_at_foreign(self, names: Sequence[str]) -> dict[str, IndexedStep | None]:
         """Return the steps of other libraries in these directories, which have no manifest."""
         # Imported here, since most programs never need it.
-        from ckpt._interop.listing import heads_of, stamps_of
+        from ckpt._interop.files import heads_of, stamps_of
 
-        stamps = await self._readable(names, partial(stamps_of, self._storage))
+        stamps = await self._readable(names, partial(stamps_of, self.storage))
         found: dict[str, IndexedStep | None] = dict.fromkeys(names)
         new = {}
         for name, stamp in zip(names, stamps, strict=True):
@@ -494,10 +505,10 @@ class StepIndex:
                 found[name] = known[1]
             elif stamp is not None:
                 new[name] = stamp
-        heads = await self._readable(list(new), partial(heads_of, self._storage, new))
+        heads = await self._readable(list(new), partial(heads_of, self.storage, new))
         for (name, stamp), head in zip(new.items(), heads, strict=True):
             if head is not None:
-                step = check_step(self._names.step(name))
+                step = check_step(self.names.step(name))
                 found[name] = IndexedStep(
                     step,
                     name,
@@ -517,7 +528,7 @@ class StepIndex:
         Args:
             cut: By name, the stamp of the manifest that was read.
         """
-        stamps = await self._storage.stamps(list(cut), FILE_NAME)
+        stamps = await self.storage.stamps(list(cut), FILE_NAME)
         replaced = [name for name, now in zip(cut, stamps, strict=True) if now != cut[name]]
         again = await self.looked_at(replaced) if replaced else []
         return dict.fromkeys(cut) | dict(zip(replaced, again, strict=True))
@@ -542,7 +553,7 @@ class StepIndex:
     def _indexed(self, name: str, summary: Summary | None) -> IndexedStep | None:
         # A step is committed if and only if its manifest is there, whole, and its own. The manifest
         # of a one-shot checkpoint has no number: the name of its directory decides.
-        step = self._names.step(name)
+        step = self.names.step(name)
         if summary is None or step is None or summary.step not in (None, step):
             return None
         return IndexedStep(
@@ -575,7 +586,7 @@ class StepIndex:
         """
         known: list[str] | None = None
         while (candidates := await self._candidates()) != known:
-            answer = await look(sorted(candidates, key=lambda name: self._names.step(name) in last))
+            answer = await look(sorted(candidates, key=lambda name: self.names.step(name) in last))
             if answer is not None:
                 return answer
             known = candidates

@@ -15,7 +15,7 @@ from msgspec import Struct
 from ckpt._arguments import shown
 from ckpt._redaction import redact
 from ckpt._steps.index import StepIndex
-from ckpt._steps.unreadable import shortened
+from ckpt._steps.opened import shortened
 from ckpt.errors import CheckpointError
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage

@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 
 from ckpt._arguments import shown
-from ckpt._engine.verify.file_selection import NO_LIMITS, ReadLimits
-from ckpt._engine.verify.report import VerifyReport
+from ckpt._engine.verify.report import NO_LIMITS, ReadLimits, VerifyReport
 from ckpt._events import Observer
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt._redaction import redact
 from ckpt._steps.misplaced import misplaced
-from ckpt._steps.opened import OpenedStep, item_at, open_step
-from ckpt._steps.unreadable import shortened
+from ckpt._steps.opened import OpenedStep, item_at, open_step, shortened
 from ckpt.errors import CheckpointError, NotACheckpointError, StorageError, UnsupportedFormatError
 from ckpt.step_names import Standard
 from ckpt.storage._base import Storage

@@ -10,21 +10,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpt._arguments import check_step, shown
-from ckpt._engine.base_step import base_of_restored
-from ckpt._engine.engine import Engine
+from ckpt._engine.engine import Engine, base_of_restored
 from ckpt._events import EventRecorder
-from ckpt._format.history import Parent, is_same_save
 from ckpt._format.manifest import JsonValue, Manifest
+from ckpt._format.manifest_head import Parent, is_same_save
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import StepIndex
-from ckpt._steps.opened import OpenedStep
-from ckpt._steps.previous_steps import saved_step
-from ckpt._steps.restores.restored_state import RestoredState
-from ckpt._steps.restores.step_choice import RunStart, StepChoice
-from ckpt._steps.unreadable import shortened
-from ckpt._tree.suggestions import suggestion
+from ckpt._steps.opened import OpenedStep, shortened
+from ckpt._steps.restore_options import RestoredState
+from ckpt._steps.step_choice import RunStart, StepChoice, saved_step
+from ckpt._tree.leaf_names import suggestion
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -45,8 +42,8 @@ from ckpt.storage._resolve import PathLike, open_step_dir
 if TYPE_CHECKING:
     from ckpt._engine.restore.step_files import Elsewhere, OtherCopies, StepCopy
     from ckpt._engine.verify.report import VerifyReport
-    from ckpt._job.solo_job import Processes
-    from ckpt._steps.restores.restore_options import RestoreOptions
+    from ckpt._job.solo import Processes
+    from ckpt._steps.restore_options import RestoreOptions
     from ckpt._steps.step_metadata import StepMetadata
 
 logger = logging.getLogger("ckpt")
@@ -143,8 +140,7 @@ class StepReader:
 
         A step of another library is none.
         """
-        from ckpt._engine.restore.step_files import StepCopy
-        from ckpt._engine.restore.virtual_files import files_of
+        from ckpt._engine.restore.step_files import StepCopy, files_of
 
         opened = await self._index.found(step)
         if opened.foreign is not None:
@@ -165,8 +161,8 @@ class StepReader:
         timeout: float | None = None,
     ) -> VerifyReport:
         """Compare `step`, or the latest one, with its manifest; see `verify_step_dir`."""
-        from ckpt._engine.verify.file_selection import read_limits
         from ckpt._engine.verify.pipeline import verify_step_dir
+        from ckpt._engine.verify.report import read_limits
 
         limits = read_limits(deep, sample, seed, timeout)
         began = time.perf_counter_ns()
@@ -211,8 +207,8 @@ class StepReader:
     async def begin_from(self, source: PathLike, options: RestoreOptions) -> Any:
         """Return the restored content of another run's checkpoint, from which this run begins."""
         from ckpt._engine.restore.pipeline import restore_items
+        from ckpt._steps import restore_arguments as given
         from ckpt._steps.path_diagnosis import opened_checkpoint
-        from ckpt._steps.restores import restore_arguments as given
 
         began = time.perf_counter()
         storage, step_dir = open_step_dir(source, follow=True)
@@ -311,7 +307,7 @@ class StepReader:
         """
         from ckpt._engine.restore.pipeline import restore_items
         from ckpt._engine.restore.step_files import OtherCopies
-        from ckpt._steps.restores import restore_arguments as given
+        from ckpt._steps import restore_arguments as given
 
         began, began_ns = time.perf_counter(), time.perf_counter_ns()
         engine, processes = self._engine, self._processes

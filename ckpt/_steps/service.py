@@ -7,34 +7,43 @@ steps, and `reader` reads; the calls here need several of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex, get_args
 
-from ckpt._arguments import check_step, number_of_seconds, one_of
+from ckpt._arguments import check_step, invalid, number_of_seconds, one_of, shown
 from ckpt._commit import Commit, StepInfo
 from ckpt._engine.engine import Engine
+from ckpt._engine.memory.arena import Arena, Buffers
+from ckpt._engine.plan_cache import PlanCache
+from ckpt._events import GuardedObserver, Observer
+from ckpt._job.solo import SoloJob
+from ckpt._plan.save_plan import Formats, compile_formats
+from ckpt._runtime.jax_internals import job_size
 from ckpt._runtime.loop import EngineLoop, Job
-from ckpt._settings import IfTaken
+from ckpt._settings import IfTaken, Staging, Timeouts
 from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import Pin, pin, pins, unpin
 from ckpt._steps.reader import StepReader
+from ckpt._steps.removal.deletion_plan import StepTrash
 from ckpt._steps.removal.retention import Retention
-from ckpt._steps.removal.trash import StepTrash
-from ckpt._steps.root import Root, RootOptions
-from ckpt._steps.root_metadata import read_root_metadata
+from ckpt._steps.root import Root, RootOptions, read_root_metadata
 from ckpt._steps.saves.commits import OpenCommits
-from ckpt._steps.saves.preemption import Preemption
+from ckpt._steps.saves.history import Preemption
 from ckpt._steps.saves.queue import SaveQueue
 from ckpt._steps.saves.save_arguments import make_request
 from ckpt.errors import InvalidArgumentError
+from ckpt.handlers._registry import HandlersLike, find_handlers
 from ckpt.keep._ranking import ranking_of
 from ckpt.storage._base import Storage
 
 if TYPE_CHECKING:
-    from ckpt._job.solo_job import ProcessJob
+    from ckpt._job.solo import ProcessJob
     from ckpt._steps.saves.partial import OpenSave
+    from ckpt.coordination._base import Coordinator
+    from ckpt.extensions import Extensions
 
 logger = logging.getLogger("ckpt")
 
@@ -241,3 +250,90 @@ class RootService:
     def close(self, timeout: float | None = None, *, failed: bool = False) -> bool:
         """Wait for the saves, and end the loop; see `SaveQueue.close`."""
         return self.saves.close(timeout)
+
+
+# Engines take their clock from here when they are made; `ckpt.testing.clock` sets another one.
+wall_clock_ns: Callable[[], int] = time.time_ns
+
+
+def make_engine(
+    staging: Staging,
+    handlers: HandlersLike,
+    observers: Iterable[Observer] = (),
+    formats: Formats | None = None,
+    extensions: Extensions = (),
+) -> Engine:
+    """Return an engine with a cold arena; the given handlers come before the built-in ones."""
+    arena = Arena(staging.effective_budget)
+    engine = Engine(
+        staging,
+        find_handlers(handlers),
+        checked_observers(observers),
+        arena,
+        Buffers(arena),
+        PlanCache(compile_formats(formats)),
+        now_ns=wall_clock_ns,
+    )
+    extend(engine, extensions)
+    return engine
+
+
+def extend(engine: Engine, extensions: Extensions) -> None:
+    """Let an engine take what the extensions ask for."""
+    if extensions in ((), []):
+        return
+    from ckpt.extensions import open_extensions
+
+    engine.extensions = open_extensions(extensions, engine.extension_states)
+
+
+def make_job(
+    coordinator: Coordinator | None, timeouts: Timeouts, location: str, engine: Engine
+) -> ProcessJob:
+    """Return the part that this process takes in the job that `coordinator` describes.
+
+    Without a coordinator, it is the job of `jax.distributed`. A process that is alone imports
+    nothing of jobs.
+    """
+    job = _several(coordinator)
+    if job is None:
+        return SoloJob(engine.arena.capacity)
+    from ckpt._job.agreement.peers import Peers
+    from ckpt._job.processes import MultihostJob
+
+    return MultihostJob(Peers(job, timeouts.coordination, location, engine.arena.capacity))
+
+
+def place_in_job(coordinator: Coordinator | None) -> tuple[int, int]:
+    """Return the number of this process in its job, and the number of processes."""
+    job = _several(coordinator)
+    return (0, 1) if job is None else (job.process_index, job.process_count)
+
+
+def _several(coordinator: Coordinator | None) -> Coordinator | None:
+    """Return the job that this process shares with others; None if it is alone."""
+    if coordinator is None and job_size() == 1:
+        return None
+    from ckpt.coordination._jobs import job_of
+
+    job = job_of(coordinator)
+    return None if job.process_count == 1 else job
+
+
+def checked_observers(observers: object) -> tuple[Observer, ...]:
+    """Return the observers, wrapped so that their errors do no harm.
+
+    Raises:
+        InvalidArgumentError: An element is no function.
+    """
+    if not isinstance(observers, Iterable) or callable(observers):
+        what = "a list of functions of an Event, such as [ckpt.observers.Trace()]"
+        raise invalid("observers", observers, what)
+    found = tuple(observers)
+    for each in found:
+        if not callable(each) or isinstance(each, type):
+            raise InvalidArgumentError(
+                f"observers: expected functions of an Event, not {shown(each)}"
+                + (f"; pass an instance, {each.__name__}(...)" if isinstance(each, type) else "")
+            )
+    return tuple(map(GuardedObserver, found))

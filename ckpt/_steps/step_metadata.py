@@ -11,20 +11,20 @@ import jax
 import numpy as np
 
 from ckpt._commit import StepInfo, step_info
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES
 from ckpt._format.leaf_table import LeafForm, signs_at
 from ckpt._format.manifest import ItemEntry, JsonValue, Manifest, ShardingEntry
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._tree.boxes import unboxed_names
-from ckpt._tree.item_leaves import leaf_of_item
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, UNREADABLE, decode_scalar
-from ckpt._tree.shardings import ShardingTree, spread
+from ckpt._tree.leaf_names import leaf_of_item
+from ckpt._tree.leaf_specs import ShardingTree, spread
+from ckpt._tree.structure import unflatten
 from ckpt._tree.table import LeafRow, format_bytes, html_table, sharding_text, text_table
-from ckpt._tree.unflatten import unflatten
 from ckpt.errors import CorruptCheckpointError, StepNotFoundError
 
 if TYPE_CHECKING:
-    from ckpt._vitals.records import LeafSigns
+    from ckpt._vitals.signs import LeafSigns
 
 logger = logging.getLogger("ckpt")
 

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from ckpt._arguments import check_step, invalid, number_of_seconds, true_or_false
 from ckpt._commit import StepInfo, step_info
-from ckpt._format.history import is_same_save, left_behind
 from ckpt._format.manifest import Manifest
+from ckpt._format.manifest_head import is_same_save, left_behind
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
 from ckpt._steps.opened import open_step

@@ -12,10 +12,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._arguments import invalid
-from ckpt._steps.factory import make_job
 from ckpt._steps.root import RootOptions
-from ckpt._steps.saves.preemption import Preemption
-from ckpt._steps.service import RootService
+from ckpt._steps.saves.history import Preemption
+from ckpt._steps.service import RootService, make_job
 from ckpt._tiers.agent.client import AgentClient
 from ckpt._tiers.agent.messages import (
     AgentMessage,

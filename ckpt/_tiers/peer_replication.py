@@ -22,7 +22,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from ckpt._job.agreement.heartbeat import beating
+from ckpt._job.agreement.failures import beating
 from ckpt._job.agreement.operation import Operation, concluded, gathered
 from ckpt._job.processes import SeparateRoots
 from ckpt._redaction import redact
@@ -36,8 +36,17 @@ from ckpt._tiers.agent.messages import (
     PartRemovalRequest,
     PeerRefused,
 )
-from ckpt._tiers.peers.parts import SnapshotPart, has_replicas, part_places, remove_replicas
-from ckpt._tiers.peers.recovery import Inventory, Recovery, distance_between, recovery_of, why_not
+from ckpt._tiers.peers.parts import (
+    Inventory,
+    Recovery,
+    SnapshotPart,
+    distance_between,
+    has_replicas,
+    part_places,
+    recovery_of,
+    remove_replicas,
+    why_not,
+)
 from ckpt._tiers.peers.wire import new_key
 from ckpt._tiers.settings import LOOPBACK, PeerCopies
 from ckpt._tiers.shared_folder import SharedFolder, take_abandoned_of

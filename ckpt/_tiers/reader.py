@@ -20,13 +20,12 @@ from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import PassedOver
-from ckpt._steps.opened import OpenedStep
+from ckpt._steps.opened import OpenedStep, shortened
 from ckpt._steps.reader import StepReader
-from ckpt._steps.restores.restore_options import RestoreOptions
-from ckpt._steps.restores.step_choice import RunStart
+from ckpt._steps.restore_options import RestoreOptions
 from ckpt._steps.service import RootService
+from ckpt._steps.step_choice import RunStart
 from ckpt._steps.step_metadata import StepMetadata
-from ckpt._steps.unreadable import shortened
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,

@@ -18,13 +18,13 @@ import anyio
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, StepInfo
-from ckpt._format.history import Aside, Parent, ReplacedSave
+from ckpt._format.manifest_head import Aside, Parent, ReplacedSave
 from ckpt._redaction import redact
 from ckpt._runtime.loop import Job, call_once
+from ckpt._steps.opened import shortened
 from ckpt._steps.pins import Pin
-from ckpt._steps.restores.restored_state import RestoredState
+from ckpt._steps.restore_options import RestoredState
 from ckpt._steps.service import RootService
-from ckpt._steps.unreadable import shortened
 from ckpt._tiers.agent.client import AgentClient
 from ckpt._tiers.memory import MemoryTier
 from ckpt._tiers.reader import TieredReader

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from ckpt._format.digests import digest
+from ckpt._format.manifest_head import digest
 from ckpt._tiers.peers.parts import REPLICAS, STEPS
 from ckpt.errors import StorageError
 

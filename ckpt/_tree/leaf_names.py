@@ -1,4 +1,4 @@
-"""Leaf names: leaf paths, and the names that they are stored under.
+"""Leaf names: leaf paths, the names that they are stored under, and patterns of them.
 
 A stored name is the escaped keys of a leaf path joined with dots. It equals the dotted name that
 Orbax uses, wherever that name is unambiguous (`params.layers.0.kernel`); `orbax_names` returns the
@@ -9,16 +9,26 @@ Escapes, all introduced by `%`, which is itself escaped: two hex digits stand fo
 `%e` is an empty key; `%k` before a key marks a key that is not a string beside a string sibling of
 the same text; the name of a leaf without any key is `%root`. A very long key is shortened to its
 beginning, `%h` and a digest of all of it: the key itself is in the manifest.
+
+Patterns of leaf paths. A leaf path is its keys joined by dots, as in messages:
+`params.layers.0.kernel`. In a pattern `*` stands for any text within one key, `?` for one
+character, and a key `**` for any number of keys. A pattern covers the leaves that it matches and
+all leaves below its matches, so `params` is everything in `params`, and `layers.*.kernel` is every
+layer's kernel. A slash within a key may be written as it is: `mlp/~/linear_0.w`.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
 import re
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ckpt._format.digests import digest
+from msgspec import Struct
+
+from ckpt._format.manifest_head import digest
 from ckpt.errors import WHOLE_ITEM, InvalidArgumentError
 
 ROOT = WHOLE_ITEM
@@ -210,3 +220,245 @@ def _unescaped(key: str) -> str:
     except ValueError:
         # A marked or shortened key stays as it is written.
         return key
+
+
+def leaf_of_item(item: str, path: str) -> str:
+    """Return how a leaf of an item is written, `model:params.w`; without an item, its path."""
+    return ":".join(filter(None, (item, path)))
+
+
+def split_leaf(text: str, items: Iterable[str]) -> tuple[str | None, str]:
+    """Return the item and the path, as it is stored, of a leaf such as `model:params.w`.
+
+    Args:
+        text: The leaf, or a branch; the name of an item alone is all of it.
+        items: The names of the items; none if there is one item, without a name.
+
+    Returns:
+        The item, or None if the text names none; and the path, which may be empty after an item.
+    """
+    for item in sorted(items, key=len, reverse=True):
+        if text == item or text.startswith(f"{item}:"):
+            return item, escape_slashes(text[len(item) + 1 :])
+    return None, escape_slashes(text)
+
+
+def branch_of(text: str, items: Sequence[str], *, unnamed: bool) -> tuple[str, str]:
+    """Return the item and the path of a branch, as `split_leaf` does; one item needs no name.
+
+    Raises:
+        InvalidArgumentError: There are several items, and the text names none of them.
+    """
+    item, path = split_leaf(text, () if unnamed else items)
+    if item is not None:
+        return item, path
+    if not items:
+        raise InvalidArgumentError("it has no items")
+    if len(items) > 1:
+        first, _, below = path.partition(".")
+        meant = leaf_of_item(items[0], path.rpartition(":")[2])
+        if first in items:
+            meant = leaf_of_item(first, below)
+        raise InvalidArgumentError(
+            f"it has several items ({', '.join(items)}): name one of them, as in {meant!r:.200}"
+        )
+    return items[0], path
+
+
+# A pattern, a predicate of leaf paths, or several of them.
+PathRule = str | Callable[[str], bool] | Sequence[str | Callable[[str], bool]]
+_DIGITS = re.compile(r"(\d+)")
+
+
+class Pattern(Struct, frozen=True):
+    """A compiled pattern: for every key its expression, or None for `**`."""
+
+    text: str
+    keys: tuple[re.Pattern[str] | None, ...]
+
+    def split(self, path: str) -> tuple[tuple[str, ...], str] | None:
+        """Return the texts of the `*` in `path`, and the keys below the match; None if none."""
+        keys = path.split(".")
+        found = _match(self.keys, keys)
+        if found is None:
+            return None
+        stars, end = found
+        return stars, ".".join(keys[end:])
+
+    def covers(self, path: str) -> bool:
+        """Return True if the leaf at `path` matches the pattern, or is below a match."""
+        return _match(self.keys, path.split(".")) is not None
+
+
+def _match(
+    pattern: Sequence[re.Pattern[str] | None], keys: Sequence[str]
+) -> tuple[tuple[str, ...], int] | None:
+    """Return the texts of the stars and the number of matched keys, the least possible."""
+    if not pattern:
+        return (), 0
+    first, rest = pattern[0], pattern[1:]
+    if first is None:
+        for skipped in range(len(keys) + 1):
+            found = _match(rest, keys[skipped:])
+            if found is not None:
+                return found[0], found[1] + skipped
+        return None
+    matched = first.fullmatch(keys[0]) if keys else None
+    found = None if matched is None else _match(rest, keys[1:])
+    if matched is None or found is None:
+        return None
+    return (*matched.groups(), *found[0]), found[1] + 1
+
+
+def compile_pattern(text: str) -> Pattern:
+    """Return a compiled pattern.
+
+    Raises:
+        InvalidArgumentError: `text` is not a pattern.
+    """
+    given: object = text
+    if not isinstance(given, str) or not text:
+        raise InvalidArgumentError(
+            f"{given!r:.80}: expected a leaf path, such as 'params.*.kernel'"
+        )
+    return _compiled(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(text: str) -> Pattern:
+    # Cached, since it is called once for every leaf.
+    return Pattern(text, tuple(_expression(key) for key in escape_slashes(text).split(".")))
+
+
+def _expression(key: str) -> re.Pattern[str] | None:
+    if key == "**":
+        return None
+    special = {"*": "(.*)", "?": "."}
+    return re.compile("".join(special.get(each) or re.escape(each) for each in key), re.DOTALL)
+
+
+def compile_rule(rule: PathRule) -> list[tuple[str, Callable[[str], bool]]]:
+    """Return the parts of a rule, each with its text for messages.
+
+    Raises:
+        InvalidArgumentError: A part is neither a pattern nor a predicate.
+    """
+    given: object = rule
+    parts: Iterable[object] = [rule]
+    if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping):
+        parts = list(given)
+    compiled: list[tuple[str, Callable[[str], bool]]] = []
+    for part in parts:
+        if isinstance(part, str):
+            compiled.append((part, compile_pattern(part).covers))
+        elif callable(part):
+            compiled.append((getattr(part, "__name__", "a predicate"), part))
+        else:
+            raise InvalidArgumentError(
+                f"{part!r:.80}: expected a leaf path such as 'params.*.kernel', or a function"
+            )
+    return compiled
+
+
+def fill_stars(text: str, stars: Sequence[str], below: str) -> str:
+    """Return a pattern with `stars` in place of its `*`, and the path `below` after it.
+
+    Raises:
+        InvalidArgumentError: The pattern has another number of `*`.
+    """
+    pieces = escape_slashes(text).split("*")
+    if len(pieces) != len(stars) + 1:
+        raise InvalidArgumentError(
+            f"{text!r:.80} has {len(pieces) - 1} '*', where {len(stars)} are to be filled in"
+        )
+    whole = pieces[0] + "".join(star + piece for star, piece in zip(stars, pieces[1:], strict=True))
+    return ".".join(part for part in (whole, below) if part) or ROOT
+
+
+def natural_key(text: str) -> tuple[tuple[int, str], ...]:
+    """Return a sort key that orders the numbers in texts by value: `2` before `10`."""
+    parts = _DIGITS.split(text)
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
+
+
+# Looking for close matches among more names takes seconds.
+_MOST_NAMES = 10_000
+_MOST_LISTED = 8
+
+_Keys = tuple[str, ...]
+
+
+def near_miss(text: str, names: Iterable[str]) -> str:
+    """Return a hint at the path or pattern that was probably meant, or empty text.
+
+    The first key that does not exist is replaced by the most similar one at its place, so that
+    `layer.*.kernel` leads to `layers.*.kernel`.
+    """
+    known = list(names)
+    if len(known) > _MOST_NAMES or not text:
+        return ""
+    found = _corrected(text, known)
+    return f" (is it {found!r}?)" if found else ""
+
+
+def suggestion(text: str, names: Iterable[str]) -> str:
+    """Return `near_miss`, or else the keys that exist in place of the first wrong one."""
+    known = list(names)
+    hint = near_miss(text, known)
+    if hint or not known or len(known) > _MOST_NAMES or not text:
+        return hint
+    keys = text.split(".")
+    place, here = _first_wrong(keys, [tuple(name.split(".")) for name in known])
+    if "**" in keys or not here:
+        return ""
+    where = f"below {'.'.join(keys[:place])!r:.80}" if place else "at the top"
+    listed = ", ".join(repr(key) for key in here[:_MOST_LISTED])
+    more = ", ..." if len(here) > _MOST_LISTED else ""
+    return f" ({where} there is {listed}{more})"
+
+
+def _corrected(text: str, names: Sequence[str]) -> str | None:
+    keys, paths = text.split("."), [tuple(name.split(".")) for name in names]
+    place, here = _first_wrong(keys, paths)
+    if here and keys[place].isdecimal():
+        # No number is more similar to it than another.
+        return None
+    if here:
+        near = difflib.get_close_matches(keys[place], here, n=1) or _short(keys[place], here)
+        if near:
+            for end in (len(keys), place + 1):
+                found = ".".join((*keys[:place], *near, *keys[place + 1 : end]))
+                if any(map(compile_pattern(found).covers, names)):
+                    return found
+    if place:
+        # Its first keys exist: a leaf from elsewhere was not meant.
+        return None
+    return next(iter(difflib.get_close_matches(text, names, n=1)), None)
+
+
+def _short(key: str, others: Sequence[str]) -> list[str]:
+    """Return the key that another one abbreviates, or is an abbreviation of: `b` and `bias`."""
+    found = [each for each in others if each and (key.startswith(each) or each.startswith(key))]
+    return found[:1] if not key.isdigit() else []
+
+
+def _first_wrong(keys: Sequence[str], paths: Sequence[_Keys]) -> tuple[int, list[str]]:
+    """Return the number of the first key that does not exist, and the keys in its place."""
+    left = list(paths)
+    anywhere = False
+    for place, key in enumerate(keys):
+        if key == "**":
+            anywhere = True
+            continue
+        (expression,) = compile_pattern(key).keys if key else (None,)
+        if anywhere:
+            here = [each for path in left for each in path]
+        else:
+            here = [path[place] for path in left if len(path) > place]
+        if expression is None or not any(map(expression.fullmatch, here)):
+            return place, list(dict.fromkeys(here))
+        if not anywhere:
+            left = [
+                path for path in left if len(path) > place and expression.fullmatch(path[place])
+            ]
+    return len(keys), []

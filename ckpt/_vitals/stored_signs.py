@@ -11,9 +11,9 @@ import numpy as np
 from ckpt._format.leaf_table import LeafForm, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._tree.boxes import unboxed_names
-from ckpt._tree.item_leaves import leaf_of_item
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
-from ckpt._vitals.records import UNKNOWN, Array, are_known
+from ckpt._tree.leaf_names import leaf_of_item
+from ckpt._vitals.signs import UNKNOWN, Array, are_known
 from ckpt.errors import CorruptCheckpointError
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]

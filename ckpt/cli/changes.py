@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ckpt._inspection.differences import ChangedText, CheckpointDifferences, ComparedArray
-from ckpt._tree.item_leaves import leaf_of_item
-from ckpt.cli.tables import table
-from ckpt.cli.text import count_text
+from ckpt._tree.leaf_names import leaf_of_item
+from ckpt.cli.output import count_text, table
 
 # Line below a table with norms.
 NORMS = "norms are of each array by itself; the norm of the difference may be larger or smaller"

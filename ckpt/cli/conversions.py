@@ -10,9 +10,9 @@ from msgspec import Struct
 from ckpt._inspection.locations import RunRoot, locate
 from ckpt._redaction import redact
 from ckpt._settings import IfTaken
-from ckpt.cli.output import printable
+from ckpt._tree.table import format_bytes
+from ckpt.cli.output import count_text, printable
 from ckpt.cli.progress import progress
-from ckpt.cli.text import count_text, format_bytes
 from ckpt.errors import InvalidArgumentError
 
 _BUDGET_BYTES = 256 << 20

@@ -1,7 +1,8 @@
-"""The progress of a command: one line on standard error, only on a terminal.
+"""Lines of the terminal that change: progress, and a line below those that stay.
 
-It shows the share that is done, the speed and the time left, in as many columns as there are. It is
-redrawn in place, and removed before anything else is printed.
+The progress of a command: one line on standard error, only on a terminal. It shows the share that
+is done, the speed and the time left, in as many columns as there are. It is redrawn in place, and
+removed before anything else is printed.
 """
 
 from __future__ import annotations
@@ -13,12 +14,63 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import TracebackType
 
 from rich.cells import cell_len, set_cell_size
 
 from ckpt._events import Event
-from ckpt.cli.output import hide_line, printable, show_line
-from ckpt.cli.text import format_bytes, takes
+from ckpt._tree.table import format_bytes
+from ckpt.cli.output import hide_line, printable, show_line, show_lines, takes
+
+_CLEARED = "\r\x1b[K"
+
+
+class LiveLine:
+    """The changing line. If the output is not a terminal, only the lines that stay are written."""
+
+    def __init__(self) -> None:
+        self._is_shown = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self._text = ""
+
+    def above(self, line: str) -> None:
+        """Write a line that stays."""
+        self._clear()
+        show_lines([line])
+        self._draw()
+
+    def show(self, text: str) -> None:
+        """Change the text of the line."""
+        if self._is_shown and printable(text) != self._text:
+            self._clear()
+            self._text = printable(text)
+            self._draw()
+
+    def _clear(self) -> None:
+        if self._text:
+            sys.stdout.write(_CLEARED)
+
+    def _draw(self) -> None:
+        if self._text:
+            # The last column stays empty: when it is filled, some terminals go to the next line.
+            width = shutil.get_terminal_size().columns - 1
+            fits = cell_len(self._text) <= width
+            sys.stdout.write(self._text if fits else set_cell_size(self._text, max(width, 0)))
+            sys.stdout.flush()
+
+    def __enter__(self) -> LiveLine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._text and kind is not BrokenPipeError:
+            self._clear()
+            self._text = ""
+            sys.stdout.flush()
+
 
 # Shorter work shows nothing, since a line would only flicker; and the pause between two drawings.
 _DELAY_SECONDS, _PAUSE_SECONDS = 0.3, 0.1

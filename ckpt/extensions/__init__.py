@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ckpt._format.manifest import Manifest
     from ckpt._plan.item_reports import ChunkNotes, MergedNotes
     from ckpt._plan.targets import ArrayRead
-    from ckpt._vitals.extension.kernels import Kernels
-    from ckpt._vitals.extension.read_fingerprints import ReadFingerprints
+    from ckpt._vitals.extension.device_pass import Kernels
+    from ckpt._vitals.extension.restored_arrays import ReadFingerprints
     from ckpt._vitals.extension.signs_of_saves import SignsOfManager
 
 __all__ = ["VitalSigns"]
@@ -58,7 +58,7 @@ class VitalSigns:
     frozen: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        from ckpt._vitals.extension.frozen_leaves import frozen_patterns
+        from ckpt._vitals.extension.signs_of_saves import frozen_patterns
 
         one_of("on", self.on, get_args(SignsPlace), of="VitalSigns")
         if frozen_patterns(self.frozen) and self.on == "host":
@@ -90,8 +90,7 @@ def open_extensions(extensions: Extensions, states: dict[str, Any]) -> tuple[Sig
             raise invalid("extensions", each, expected)
     if len(extensions) > 1:
         raise invalid("extensions", extensions, "VitalSigns at most once")
-    from ckpt._vitals.extension.frozen_leaves import frozen_patterns
-    from ckpt._vitals.extension.signs_of_saves import SignsOfManager
+    from ckpt._vitals.extension.signs_of_saves import SignsOfManager, frozen_patterns
 
     return tuple(
         SignsOfManager(each.on, frozen_patterns(each.frozen), _kernels_in(states))
@@ -103,7 +102,7 @@ def reported_notes(chunks: int, records: bytes, others: bytes) -> dict[str, Chun
     """Return the notes of another process on its chunks, by extension, from their bytes."""
     from ckpt._plan.item_reports import ChunkNotes
     from ckpt._vitals.extension.merged_signs import NAME
-    from ckpt._vitals.records import COPY, SIGNS, no_signs
+    from ckpt._vitals.signs import COPY, SIGNS, no_signs
 
     found = np.frombuffer(records, SIGNS) if records else no_signs(chunks)
     return {NAME: ChunkNotes(found, no_signs(1)[0], np.frombuffer(others, COPY))}
@@ -147,13 +146,13 @@ def device_check(
 
 def read_check() -> ReadFingerprints:
     """Return a check of the bytes of a step while `verify` reads them; see `ReadCheck`."""
-    from ckpt._vitals.extension.read_fingerprints import ReadFingerprints
+    from ckpt._vitals.extension.restored_arrays import ReadFingerprints
 
     return ReadFingerprints()
 
 
 def _kernels_in(states: dict[str, Any]) -> Kernels:
-    from ckpt._vitals.extension.kernels import Kernels
+    from ckpt._vitals.extension.device_pass import Kernels
     from ckpt._vitals.extension.merged_signs import NAME
 
     found: Kernels = states.setdefault(NAME, Kernels())

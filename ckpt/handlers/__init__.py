@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt._format.manifest import ItemEntry
 from ckpt.handlers._base import Deferred, Handler, ItemReader, ItemWriter
-from ckpt.handlers._leaf_types import LeafType, PackedLeaf
-from ckpt.handlers._pytree import PyTreeHandler
+from ckpt.handlers._pytree import LeafType, PackedLeaf, PyTreeHandler
 
 if TYPE_CHECKING:
     from ckpt.handlers._json import JsonHandler

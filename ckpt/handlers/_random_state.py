@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpt._format.manifest import ItemEntry
 from ckpt._plan.adapt import Adapt
-from ckpt._tree.attributes import held, lost_attribute
+from ckpt._tree.registered_nodes import held, lost_attribute
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, TargetMismatchError
 from ckpt.handlers._base import Deferred, ItemReader, ItemWriter, entry_data, text_of
 from ckpt.handlers._json import json_bytes, json_value

@@ -15,17 +15,17 @@ import jax
 import numpy as np
 from msgspec.structs import replace
 
-from ckpt._format.dtypes import parse_dtype
+from ckpt._format.array_format import parse_dtype
 from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import ItemEntry, decode_item, encode_item
-from ckpt._format.shardings import describe_sharding
+from ckpt._format.places import describe_sharding
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.leaf_entries import check_leaves
-from ckpt._plan.slices.strides import copy_strided
+from ckpt._plan.slices import copy_strided
 from ckpt._plan.targets import ArrayRead
-from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, SCALAR_KINDS
 from ckpt._tree.leaf_specs import LeafSpec, classify, encode_scalar
+from ckpt._tree.structure import describe
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedLeafError
 from ckpt.handlers._base import ItemReader
 from ckpt.handlers._pytree import PyTreeHandler

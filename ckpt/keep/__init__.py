@@ -8,13 +8,16 @@ it to test policies.
 from ckpt._api.hints import hinted
 from ckpt.keep._deletion import Deletion
 from ckpt.keep._health import Healthy
-from ckpt.keep._intervals import ClosestToEvery, EverySeconds, EverySteps, Newer
 from ckpt.keep._keep_policies import (
     All,
     Any,
+    ClosestToEvery,
+    EverySeconds,
+    EverySteps,
     KeepPolicy,
     KeepPolicyLike,
     Latest,
+    Newer,
     Steps,
     check_keep_policy,
     steps_kept,

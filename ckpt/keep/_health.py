@@ -8,8 +8,7 @@ from functools import lru_cache, partial
 from typing import Literal
 
 from ckpt._arguments import invalid, shown, whole_number
-from ckpt._tree.patterns import compile_pattern
-from ckpt._tree.suggestions import near_miss
+from ckpt._tree.leaf_names import compile_pattern, near_miss
 from ckpt.keep._keep_policies import last_of, members_of
 from ckpt.keep._questions import Requirement, SavedStep
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from ckpt._arguments import shown
-from ckpt._format.history import Aside
+from ckpt._format.manifest_head import Aside
 from ckpt.errors import CheckpointError, InvalidArgumentError
 
 T = TypeVar("T")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ckpt._arguments import invalid
 from ckpt._events import Event
-from ckpt.observers._names import BYTES, JAX
-from ckpt.observers._operations import Operations
+from ckpt.observers._names import BYTES, JAX, Operations
 
 
 class JaxMonitoring:

@@ -16,9 +16,8 @@ from typing import Protocol
 from ckpt._arguments import invalid
 from ckpt._events import Event, unix_offset_ns
 from ckpt.errors import StorageError
-from ckpt.observers._tracing.files import PathLike
 from ckpt.observers._tracing.timeline import END
-from ckpt.observers._tracing.tracks import Value, plain
+from ckpt.observers._tracing.trace import PathLike, Value, plain
 
 logger = logging.getLogger("ckpt")
 

@@ -6,9 +6,14 @@ from typing import TYPE_CHECKING
 
 from ckpt._arguments import invalid
 from ckpt._events import Event, unix_offset_ns
-from ckpt.observers._names import BUCKETS, OPENTELEMETRY
-from ckpt.observers._operations import ObservedOperation, Operations, Phase
-from ckpt.observers._optional import missing
+from ckpt.observers._names import (
+    BUCKETS,
+    OPENTELEMETRY,
+    ObservedOperation,
+    Operations,
+    Phase,
+    missing,
+)
 from ckpt.observers._tracing.timeline import PREEMPTED
 
 if TYPE_CHECKING:

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 from ckpt._arguments import invalid
 from ckpt._events import Event, unix_offset_ns
 from ckpt.errors import InvalidArgumentError
-from ckpt.observers._names import BUCKETS, PROMETHEUS
-from ckpt.observers._operations import Operations
-from ckpt.observers._optional import missing
+from ckpt.observers._names import BUCKETS, PROMETHEUS, Operations, missing
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram

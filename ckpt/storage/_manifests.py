@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ckpt._format.history import WENT_BACK_NOTE, is_same_save
-from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, OWN_FORMAT
-from ckpt._format.step_files.item_file_names import is_item_name
+from ckpt._format.manifest_head import (
+    FILE_NAME,
+    MAX_BYTES,
+    OWN_FORMAT,
+    WENT_BACK_NOTE,
+    is_same_save,
+)
+from ckpt._format.step_files import is_item_name
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import (
     CheckpointError,

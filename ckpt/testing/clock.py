@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from ckpt._steps import factory
+from ckpt._steps import service
 
 __all__ = ["set_clock"]
 
@@ -30,9 +30,9 @@ def set_clock(now: Callable[[], float]) -> Iterator[None]:
         mgr.close()
         ```
     """
-    own = factory.wall_clock_ns
-    factory.wall_clock_ns = lambda: int(now() * 1e9)
+    own = service.wall_clock_ns
+    service.wall_clock_ns = lambda: int(now() * 1e9)
     try:
         yield
     finally:
-        factory.wall_clock_ns = own
+        service.wall_clock_ns = own

@@ -30,7 +30,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES
 
 __all__ = [
     "Box",

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from ckpt.cli.durations import ByteSize
+from ckpt.cli.output import ByteSize
 from tests.support.command import Ran, check_golden, ckpt_command, on_terminal, without_styles
 from tests.support.running_command import as_ordinary_user, let_everybody_enter, running
 
@@ -73,14 +73,14 @@ def test_the_table_fits_the_terminal_and_works_in_memory(columns: int) -> None:
 # Stops in the middle of the first round until its input ends.
 _STOPPED = """
 import sys
-from ckpt._inspection.machine import raw_rates
+from ckpt._inspection import disk
 from ckpt.cli.app import run
 
 def wait(raw):
     print(raw._folder.parent, flush=True)
     sys.stdin.read()
 
-raw_rates.RawFile.read = wait
+disk.RawFile.read = wait
 raise SystemExit(run(sys.argv[1:]))
 """
 

@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt._inspection.values import piece_reader, read_differences
-from ckpt._inspection.values.array_changes import ArrayChange, RunningChanges
+from ckpt._inspection.values import leaf_index, read_differences
+from ckpt._inspection.values.read_differences import ArrayChange, RunningChanges
 from tests.support.command import (
     check_golden,
     ckpt_command,
@@ -169,17 +169,17 @@ def test_values_are_read_in_bounded_pieces(
     one = saved(tmp_path / "one", state, formats=cut)
     other = saved(tmp_path / "other", {name: each + 1 for name, each in state.items()}, formats=cut)
     limit = 2 << 20
-    for module in (piece_reader, read_differences):
+    for module in (leaf_index, read_differences):
         monkeypatch.setattr(module, "PIECE_BYTES", limit)
     sizes = []
-    read = piece_reader.PieceReader.read
+    read = leaf_index.PieceReader.read
 
     async def seen(self: Any, wanted: Any) -> Any:
         found = await read(self, wanted)
         sizes.append(sum(each.nbytes for each in found))
         return found
 
-    monkeypatch.setattr(piece_reader.PieceReader, "read", seen)
+    monkeypatch.setattr(leaf_index.PieceReader, "read", seen)
     ran = in_this_process(capsys, "diff", one, other, "--values", "--json")
     assert len(ran.json["contents"]) == 501
     assert sum(sizes) == 2 * sum(each.nbytes for each in state.values())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt._inspection.machine import disk, limits, software
+from ckpt._inspection import disk, machine
 from tests.support.command import check_golden, ckpt_command, on_terminal, settled, without_styles
 from tests.support.running_command import as_ordinary_user, let_everybody_enter, running
 
@@ -142,7 +142,7 @@ def test_a_store_that_cannot_be_reached_is_a_problem() -> None:
 # Stops in the middle of the trials until its input ends.
 _STOPPED = """
 import sys
-from ckpt._inspection.machine import disk
+from ckpt._inspection import disk
 from ckpt.cli.app import run
 
 def wait(folder):
@@ -184,9 +184,9 @@ def test_limits_of_containers(tmp_path: Path) -> None:
     (tmp_path / "job" / "memory.max").write_text("1048576\n")
     (tmp_path / "job" / "step" / "memory.max").write_text("max\n")
     (tmp_path / "job" / "step" / "cpu.max").write_text("150000 100000\n")
-    assert limits.memory_limit(tmp_path, own) == 1 << 20
-    assert limits.processor_quota(tmp_path, own) == 1.5
-    assert limits.memory_limit(tmp_path / "none", own) is None
+    assert machine.memory_limit(tmp_path, own) == 1 << 20
+    assert machine.processor_quota(tmp_path, own) == 1.5
+    assert machine.memory_limit(tmp_path / "none", own) is None
 
 
 def test_limits_of_older_containers(tmp_path: Path) -> None:
@@ -198,15 +198,15 @@ def test_limits_of_older_containers(tmp_path: Path) -> None:
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712")
     (tmp_path / "cpu" / "job" / "cpu.cfs_quota_us").write_text("50000")
     (tmp_path / "cpu" / "job" / "cpu.cfs_period_us").write_text("100000")
-    assert limits.memory_limit(tmp_path, own) == 2 << 20
-    assert limits.processor_quota(tmp_path, own) == 0.5
+    assert machine.memory_limit(tmp_path, own) == 2 << 20
+    assert machine.processor_quota(tmp_path, own) == 0.5
 
 
 @pytest.mark.parametrize(
     ("older", "newer"), [("0.9.9", "0.10"), ("2", "2.0.1"), ("0.1.86.dev3", "0.1.87")]
 )
 def test_versions_are_compared_by_their_numbers(older: str, newer: str) -> None:
-    assert software.numbers(older) < software.numbers(newer)
+    assert machine.numbers(older) < machine.numbers(newer)
 
 
 def test_the_kind_of_a_file_system(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import ckpt
 import ckpt.sync
-from ckpt._inspection.retention import kept_steps
-from ckpt._inspection.retention.kept_steps import ForgottenSteps, kept_for
+from ckpt._inspection import kept_steps
+from ckpt._inspection.kept_steps import ForgottenSteps, kept_for
 from ckpt.cli.commands import forget as forget_command
 from tests.cli.test_tidying import steps, tree
 from tests.support.command import check_golden, ckpt_command, environment, settled

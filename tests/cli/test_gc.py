@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from ckpt._inspection.retention.leftovers import Collection, collect
+from ckpt._inspection.removals import Collection, collect
 from ckpt._settings import Timeouts
 from ckpt.storage._object.config import Memory
 from ckpt.storage._object.storage import ObjectStorage

@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt._format.manifest import decode, encode
-from ckpt._inspection.times.save_costs import (
-    FACTOR,
-    SavePoint,
-    daly,
-    expected_loss,
-    save_costs,
-    young,
-)
+from ckpt._inspection.save_costs import FACTOR, SavePoint, daly, expected_loss, save_costs, young
 from tests.support.command import check_golden, ckpt_command, on_terminal, without_styles
 
 

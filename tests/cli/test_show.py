@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ckpt
-from ckpt._inspection.values import piece_reader
+from ckpt._inspection.values import leaf_index
 from tests.support.command import (
     check_golden,
     ckpt_command,
@@ -234,4 +234,4 @@ def test_memory_is_bounded_whatever_the_size_of_the_array(tmp_path: Path) -> Non
             check=True,
         )
         used[leaf] = int(ran.stderr) << 10
-    assert used["w"] - used["v"] < 6 * piece_reader.PIECE_BYTES < nbytes
+    assert used["w"] - used["v"] < 6 * leaf_index.PIECE_BYTES < nbytes

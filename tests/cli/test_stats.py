@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt._inspection.times.save_times import StepTimes, summaries
-from ckpt.cli.durations import Duration, seconds_text
+from ckpt._inspection.save_costs import StepTimes, summaries
+from ckpt.cli.output import Duration, seconds_text
 from tests.support.command import (
     check_golden,
     ckpt_command,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import ckpt
-from ckpt._inspection.times.recorded_trace import parse_trace
+from ckpt._inspection.followed_run import parse_trace
 from ckpt.observers import JsonLines, Trace
 from tests.support.command import check_golden, ckpt_command
 from tests.unit.observers.examples import a_save

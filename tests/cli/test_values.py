@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt._inspection.values.leaf_index import LeafIndex, parse_index, pieces_of, whole_index
-from ckpt._inspection.values.statistics import ArrayStatistics, RunningStatistics
+from ckpt._inspection.values.shown_leaf import ArrayStatistics, RunningStatistics
 from ckpt.errors import InvalidArgumentError
 
 Array = np.ndarray[Any, Any]

@@ -18,8 +18,8 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt._settings import Timeouts
+from ckpt.storage._local import leases as sweeping
 from ckpt.storage._local import posix
-from ckpt.storage._local import sweep as sweeping
 from ckpt.storage._local.storage import LocalStorage
 from tests.support.crash_states import crash_states, read_tree
 from tests.support.disk_model import Tree

@@ -15,7 +15,7 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt._format.manifest import ItemEntry, Node
-from ckpt._interop.nested_names import nested
+from ckpt._interop.runs_of_bytes import nested
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 from tests.hostile.test_mutations import rewritten, saved

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt._format.digests import digest
+from ckpt._format.manifest_head import digest
 from tests.reliability.mutations import mutate
 from tests.reliability.specimens import specimens
 from tests.support.manifests import document_of, rewrite, spread

@@ -11,8 +11,8 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt._format.digests import digest
 from ckpt._format.manifest import decode
+from ckpt._format.manifest_head import digest
 from tests.support.trees import assert_same, sharded
 
 TREE = {

@@ -19,7 +19,7 @@ import ckpt
 import ckpt.sync
 from ckpt._engine.codecs import encode_chunk
 from ckpt._format.array_format import Blosc, Zstd
-from ckpt._format.digests import digest
+from ckpt._format.manifest_head import digest
 from ckpt.errors import CheckpointError
 from tests.reliability.mutations import OTHERS, WORDS, mutations
 from tests.support.manifests import change_leaf, document_of, packed, rewrite, sealed, spread

@@ -30,7 +30,7 @@ import ckpt
 import ckpt.sync
 from ckpt import errors
 from ckpt._engine.restore.step_files import FileLocation
-from ckpt._format.step_files.source_files import SourceFile
+from ckpt._format.step_files import SourceFile
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._object.connection import _memory_of
 from ckpt.testing.compare import differences

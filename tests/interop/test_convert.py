@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt._conversion.file_writes import LargeFile, runs_of, write_region
+from ckpt._conversion.tensors import LargeFile, runs_of, write_region
 from ckpt._format.regions import Region
 from ckpt._settings import IfTaken
 from ckpt.exports import Safetensors, Zarr

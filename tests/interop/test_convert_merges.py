@@ -26,9 +26,9 @@ from ckpt._conversion.checkpoint_items import checkpoint_items
 from ckpt._engine.restore.item_reader import EngineItemReader
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Staging
-from ckpt._steps.factory import make_engine
 from ckpt._steps.opened import open_step
-from ckpt._steps.restores.restore_arguments import context_of
+from ckpt._steps.restore_arguments import context_of
+from ckpt._steps.service import make_engine
 from ckpt.exports import Safetensors
 from ckpt.storage._resolve import open_step_dir
 

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt._interop.flax import checkpoint
+from ckpt._interop import flax
 from tests.support.real_jobs import run_processes
 from tests.support.trees import P, mesh, structure
 
@@ -229,7 +229,7 @@ def test_bytes_of_joined_pieces(lengths: list[int], one: int, other: int) -> Non
     target = bytearray(last - first)
 
     async def fill() -> None:
-        await checkpoint.joined(read, pieces)(first, memoryview(target))
+        await flax.joined(read, pieces)(first, memoryview(target))
 
     asyncio.run(fill())
     assert target == whole[first:last]
@@ -379,7 +379,7 @@ def test_bytes_of_any_kind_are_a_tree_or_refused(data: Any) -> None:
 
 
 def test_a_file_larger_than_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "host_memory_bytes", lambda: 100)
+    monkeypatch.setattr(flax, "host_memory_bytes", lambda: 100)
     (tmp_path / "large.msgpack").write_bytes(packed({"a": bytes(200)}))
     with pytest.raises(errors.CorruptCheckpointError, match=r"large\.msgpack: .* more than .* 100"):
         ckpt.sync.load(tmp_path / "large.msgpack")

@@ -27,7 +27,7 @@ import ckpt
 import ckpt.sync
 from ckpt import errors
 from ckpt._interop import numpy_files
-from ckpt._interop.nested_names import nested
+from ckpt._interop.runs_of_bytes import nested
 from tests.support.real_jobs import run_processes
 from tests.support.trees import P, mesh
 

@@ -16,7 +16,7 @@ import pytest
 
 import ckpt
 import ckpt.sync
-from ckpt._inspection.retention.leftovers import collect
+from ckpt._inspection.removals import collect
 from ckpt.storage import Memory
 from ckpt.storage._resolve import open_root
 from tests.support.command import ckpt_command

@@ -22,8 +22,8 @@ from safetensors.numpy import save, save_file
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt._interop.nested_names import nested
-from ckpt._interop.safetensors.header import parse_header
+from ckpt._interop.runs_of_bytes import nested
+from ckpt._interop.safetensors import parse_header
 from tests.support.real_jobs import run_processes
 from tests.support.trees import P, mesh
 

@@ -17,7 +17,7 @@ import ckpt
 from ckpt._inspection.locations import checkpoint_at
 from ckpt._inspection.restores.explanation import explain_restore
 from ckpt._inspection.restores.placements import TargetMesh
-from ckpt._inspection.restores.records import RestoreExplanation
+from ckpt._inspection.restores.read_volume import RestoreExplanation
 from tests.support.real_jobs import run_processes
 
 # Axes of a mesh, and the spec of each leaf.

@@ -19,16 +19,15 @@ import ckpt
 import ckpt.sync
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
-from ckpt._format.digests import digest
 from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import Manifest, encode
-from ckpt._format.manifest_head import FileEntry
-from ckpt._format.step_files.per_process import apart, combine, own_path, pick, renamed
+from ckpt._format.manifest_head import FileEntry, digest
+from ckpt._format.per_process import apart, combine, own_path, pick, renamed
 from ckpt._plan.adapt import Adapt
 from ckpt._settings import Staging
-from ckpt._steps.factory import make_engine
-from ckpt._steps.restores.restore_arguments import wanted_items
-from ckpt._steps.restores.restore_options import RestoreOptions
+from ckpt._steps.restore_arguments import wanted_items
+from ckpt._steps.restore_options import RestoreOptions
+from ckpt._steps.service import make_engine
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ckpt
-from ckpt._vitals.records import SIGNS
+from ckpt._vitals.signs import SIGNS
 from tests.support.real_jobs import run_processes
 from tests.support.simulated_job import closed, managers, saved, steps
 

@@ -20,14 +20,13 @@ import ckpt
 import ckpt.sync
 from ckpt._engine.memory.arena import Block
 from ckpt._engine.save import item_write
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES
 from ckpt._format.regions import chunk_grid
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.write_batches import WriteBatch
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt._vitals.extension import device_pass
-from ckpt._vitals.extension.device_pass import begin_pass
-from ckpt._vitals.extension.kernels import KERNEL_DTYPES, Kernels
+from ckpt._vitals.extension.device_pass import KERNEL_DTYPES, Kernels, begin_pass
 from ckpt._vitals.extension.merged_signs import unequal_leaves
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 from tests.reliability.damage import Place, places_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import ckpt
 import ckpt.sync
-from ckpt._format.dtypes import parse_dtype
+from ckpt._format.array_format import parse_dtype
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,

@@ -24,9 +24,9 @@ import numpy as np
 
 import ckpt
 import ckpt.sync
-from ckpt._format.digests import digest
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES
 from ckpt._format.manifest import decode
+from ckpt._format.manifest_head import digest
 from ckpt.errors import CheckpointError
 from tests.reliability.specimens import Specimen, specimens
 from tests.reliability.tally import Tally

@@ -17,9 +17,8 @@ import numpy as np
 
 import ckpt
 import ckpt.sync
-from ckpt._format.digests import digest
 from ckpt._format.manifest import decode
-from ckpt._format.manifest_head import FILE_NAME
+from ckpt._format.manifest_head import FILE_NAME, digest
 from ckpt.handlers._json import JsonHandler
 from ckpt.testing.compare import differences
 from tests.support.faults import FaultyFiles, FileOperation, Plan

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import ckpt
-from ckpt._conversion.assembly.assembled_step import AssemblyTarget, assemble_step
+from ckpt._conversion.assembled_step import AssemblyTarget, assemble_step
 from ckpt._format.manifest import Manifest
 from ckpt._format.manifest_head import PART_FILE
-from ckpt._format.step_files.step_part import StepPart, decode_part
+from ckpt._format.step_files import StepPart, decode_part
 
 __all__ = ["join", "part_of"]
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt._format.digests import digest
-from ckpt._format.manifest_head import FILE_NAME, Summary
+from ckpt._format.manifest_head import FILE_NAME, Summary, digest
 
 HEAD = frozenset(Summary.__struct_fields__) - {"rest"}
 _PACKED = ("form", "digests", "offsets", "files", "lengths")

@@ -72,7 +72,7 @@ def running(*arguments: object, script: str | None = None, **extra: str) -> Iter
 _AS_NOBODY = f"""
 import os, sys
 import email.parser, anyio._backends._asyncio, ckpt.cli.app, ckpt._steps.path_diagnosis
-import ckpt._interop.orbax.listing, ckpt._inspection.locations
+import ckpt._interop.orbax.layout, ckpt._inspection.locations
 from ckpt.cli import commands
 for name in commands.NAMES:
     commands.load(name)

@@ -55,7 +55,6 @@ FLOORS = [
     {"_job"},
     {"_steps.saves"},
     {"_steps.service"},
-    {"_steps.factory"},
     {"_conversion", "_inspection"},
     {"_tiers.drains"},
     {"_tiers"},
@@ -93,16 +92,15 @@ WORDS_OF_SIGNS = re.compile(
     r"vital|signs_|_signs|\.signs\b|signs=|nonfinite|not finite|unequal|health|frozen leaves", re.I
 )
 NAMES_SIGNS = {
-    "_format/history.py": 1,
     "_format/leaf_table.py": 55,
     "_format/manifest.py": 14,
-    "_format/manifest_head.py": 4,
+    "_format/manifest_head.py": 5,
     "_job/multihost_save.py": 5,
+    "_plan/compared_leaves.py": 4,
     "_plan/leaf_entries.py": 2,
-    "_plan/unchanged/compared_leaves.py": 4,
     "_steps/removal/recorded_policy.py": 2,
     "_steps/removal/retention.py": 1,
-    "_steps/restores/restore_options.py": 1,
+    "_steps/restore_options.py": 1,
     "_steps/step_metadata.py": 13,
 }
 MAX_LINES = 600
@@ -294,12 +292,10 @@ def test_threads_are_asked_for_in_one_place() -> None:
         "ckpt._inspection.leaf_records",
         "ckpt._inspection.norms",
         "ckpt._inspection.divergence",
-        "ckpt._inspection.summary",
         "ckpt._inspection.restores.explanation",
-        "ckpt._inspection.times.save_times",
-        "ckpt._inspection.times.followed_run",
-        "ckpt._inspection.times.recorded_trace",
-        "ckpt._inspection.machine.disk",
+        "ckpt._inspection.save_costs",
+        "ckpt._inspection.followed_run",
+        "ckpt._inspection.disk",
         "ckpt._tiers.drains.drainer",
         "ckpt._tiers.drains.leader",
     ],

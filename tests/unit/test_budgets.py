@@ -23,47 +23,45 @@ from tests.support.paths import PROGRAMS, ROOT
 PACKAGE = ROOT / "ckpt"
 # What concerns a job of several processes, and the strategies of one that is alone.
 JOBS = (
-    "_format/step_files/per_process",
+    "_format/per_process",
     "_job/",
     "coordination/",
 )
 # Code lines of each room: no blank lines, no comments, no docstrings.
 LINES = {
-    "(jobs)": 3325,
-    "(modules of the root)": 1538,
-    "_api": 994,
+    "(jobs)": 3280,
+    "(modules of the root)": 1534,
+    "_api": 977,
     # The right name for one that is unknown.
     "_api/hints": 84,
-    "_calls": 801,
-    "_conversion": 1973,
-    "_engine": 5172,
-    "_format": 1910,
-    "_inspection": 4275,
-    "_interop": 2663,
-    "_plan": 3069,
-    "_runtime": 676,
+    "_calls": 760,
+    "_conversion": 1957,
+    "_engine": 5047,
+    "_format": 1889,
+    "_inspection": 4201,
+    "_interop": 2579,
+    "_plan": 3037,
+    "_runtime": 646,
     "_runtime/jax_internals": 47,
-    "_steps": 4817,
-    "_tiers": 4907,
-    "_tree": 1472,
-    # One spelling for leaves of items, in place of five.
-    "_tree/item_leaves": 26,
-    "_vitals": 1353,
-    "cli": 3053,
-    "extensions": 64,
-    "handlers": 1341,
-    "keep": 577,
-    "observers": 1157,
-    "page": 263,
+    "_steps": 4762,
+    "_tiers": 4905,
+    "_tree": 1470,
+    "_vitals": 1300,
+    "cli": 3010,
+    "extensions": 81,
+    "handlers": 1330,
+    "keep": 625,
+    "observers": 1150,
+    "page": 255,
     "save_when": 234,
-    "storage": 4584,
-    "testing": 1575,
+    "storage": 4554,
+    "testing": 1574,
 }
-MODULES = 502
+MODULES = 360
 # A manager is opened, saves or restores three leaves, and is closed, in a new process.
 RUN = {
-    "save": {"functions": 551, "modules": 103, "imported": 157},
-    "restore": {"functions": 380, "modules": 97, "imported": 186},
+    "save": {"functions": 549, "modules": 75, "imported": 114},
+    "restore": {"functions": 379, "modules": 72, "imported": 129},
 }
 # Names of `ckpt._plan` that the modules of `ckpt._engine` import; attributes of modules count.
 FROM_PLAN = 52

@@ -25,14 +25,13 @@ OWN_ROOMS = (
 # `_tiers.memory`, `peers` is a setting of the user.
 QUESTIONS = {
     "ckpt._engine.save.pipeline": 1,
-    "ckpt._steps.factory": 1,
+    "ckpt._steps.service": 1,
     "ckpt._tiers.factory": 3,
     "ckpt._tiers.memory": 2,
     "ckpt._tiers.peer_replication": 1,
     "ckpt._tiers.settings": 1,
     "ckpt._tiers.tier_drains": 1,
-    "ckpt.handlers._stateful": 1,
-    "ckpt.handlers._two_phase": 1,
+    "ckpt.handlers._stateful": 2,
 }
 KINDS = {"SoloSave", "MultihostSave", "OneProcess", "SharedRoot", "SeparateRoots"}
 ANSWERS = {"is_alone", "own_disks", "leads", "publishes", "owns_root", "tidies_alone"}
@@ -78,7 +77,7 @@ def test_a_process_that_is_alone_imports_nothing_of_jobs(tmp_path: Path) -> None
         "ckpt.sync.load(sys.argv[1] + '-one')\n"
         "print(*(each for each in sys.modules if each.startswith(('ckpt._job', 'ckpt.coordi'))))"
     )
-    alone = {"ckpt._job", "ckpt._job.solo_job", "ckpt._job.solo_save"}
+    alone = {"ckpt._job", "ckpt._job.solo"}
     run = subprocess.run(
         [sys.executable, "-c", script, tmp_path / "root"],
         capture_output=True,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt import _redaction as redaction
-from ckpt._format.digests import digest
+from ckpt._format.manifest_head import digest
 from ckpt._redaction import redact
 
 KEY_ID = "AKIAIOSFODNN7EXAMPLE"

@@ -15,8 +15,8 @@ TWINS = {
     "ManagedSteps": ["ckpt/_api/managed_steps.py", "ckpt/_api/plain/managed_steps.py"],
     # Policies have the same names in `save_when` and `keep`, and are always written with them.
     "Any": ["ckpt/keep/_keep_policies.py", "ckpt/save_when/_save_policies.py"],
-    "EverySeconds": ["ckpt/keep/_intervals.py", "ckpt/save_when/_save_policies.py"],
-    "EverySteps": ["ckpt/keep/_intervals.py", "ckpt/save_when/_save_policies.py"],
+    "EverySeconds": ["ckpt/keep/_keep_policies.py", "ckpt/save_when/_save_policies.py"],
+    "EverySteps": ["ckpt/keep/_keep_policies.py", "ckpt/save_when/_save_policies.py"],
     "Steps": ["ckpt/keep/_keep_policies.py", "ckpt/save_when/_save_policies.py"],
 }
 # Nouns that end like a gerund, and the names of other libraries' modules.

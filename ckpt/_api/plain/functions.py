@@ -13,17 +13,15 @@ from ckpt._api.plain.stored_array import SyncStoredArray
 from ckpt._api.plain.watch import SyncWatch
 from ckpt._api.resumption import State
 from ckpt._arguments import true_or_false
-from ckpt._calls.arrays import find_array
 from ckpt._calls.background import background_saves
 from ckpt._calls.branches import Source
-from ckpt._calls.oneshot import Call, load_call, metadata_call, save_call, verify_call
+from ckpt._calls.oneshot import Call, find_array, load_call, metadata_call, save_call, verify_call
 from ckpt._calls.watches import watcher_of
 from ckpt._commit import Commit, StepInfo
-from ckpt._engine.verify.file_selection import read_limits
-from ckpt._engine.verify.report import VerifyReport
+from ckpt._engine.verify.report import VerifyReport, read_limits
 from ckpt._events import Observer
 from ckpt._plan.adapt import Adapt
-from ckpt._plan.format_rules import Formats
+from ckpt._plan.save_plan import Formats
 from ckpt._runtime.loop import call_once
 from ckpt._settings import ArrayMemory, IfTaken, Staging, StagingMode, Timeouts
 from ckpt._steps.saves.save_arguments import make_request
@@ -490,7 +488,7 @@ def merge(
         mean = ckpt.sync.merge({"runs/a/100": 0.25, "runs/a/200": 0.75}, like=state)
         ```
     """
-    from ckpt._calls.merge import merge_call
+    from ckpt._calls.conversion import merge_call
 
     call: Call[State] = merge_call(weights, like, items, at, adapt, handlers, coordinator)
     return call_once(call)
@@ -542,6 +540,6 @@ def adopt(
         params = ckpt.sync.load("runs/a/0", like=params)
         ```
     """
-    from ckpt._calls.adoption import adopt_call
+    from ckpt._calls.conversion import adopt_call
 
     return call_once(adopt_call(source, target, step, step_names, if_exists))

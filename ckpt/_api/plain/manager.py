@@ -9,13 +9,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, overload
 
 from ckpt._api import plain_waits as waits
-from ckpt._api.bases import refused
+from ckpt._api.base import refused
 from ckpt._api.hints import hinted
 from ckpt._api.plain.managed_steps import ManagedSteps
 from ckpt._arguments import true_or_false
 from ckpt._commit import Commit, StepInfo
 from ckpt._settings import ArrayMemory, IfExists, IfTaken
-from ckpt._steps.restores.restore_options import options_onto, restore_options
+from ckpt._steps.restore_options import options_onto, restore_options
 from ckpt._steps.saves import after_saves
 from ckpt.keep._health import Healthy, check_healthy
 from ckpt.storage._resolve import PathLike

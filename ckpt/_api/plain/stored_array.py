@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt._calls.arrays import Array, PlainArrayBase
+from ckpt._calls.oneshot import Array, PlainArrayBase
 from ckpt._runtime.loop import call_once
 
 

@@ -15,10 +15,14 @@ from msgspec.structs import replace
 from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest, Node
 from ckpt._tree.boxes import is_box, unboxed_names
-from ckpt._tree.item_leaves import leaf_of_item, split_leaf
-from ckpt._tree.leaf_names import sibling_names
-from ckpt._tree.patterns import Pattern, compile_pattern
-from ckpt._tree.suggestions import suggestion
+from ckpt._tree.leaf_names import (
+    Pattern,
+    compile_pattern,
+    leaf_of_item,
+    sibling_names,
+    split_leaf,
+    suggestion,
+)
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
 
 _EVERYTHING = ("*", "**")

@@ -8,8 +8,9 @@ back.
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -17,22 +18,54 @@ import anyio
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckpt._conversion.copies.allowance import Allowance
 from ckpt._conversion.copies.selection import Selection
 from ckpt._conversion.copies.step_location import CopySource, ReadOnlyLocation, StepLocation
 from ckpt._engine.save.republication import republish
 from ckpt._engine.save.save_request import SaveRequest
 from ckpt._events import Event
-from ckpt._format.digests import digest, new_digest
 from ckpt._format.manifest import Manifest, encode, features, sizes
-from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, OWN_DISKS, VIRTUAL, FileEntry, peek
+from ckpt._format.manifest_head import (
+    FILE_NAME,
+    MAX_BYTES,
+    OWN_DISKS,
+    VIRTUAL,
+    FileEntry,
+    digest,
+    new_digest,
+    peek,
+)
 from ckpt._plan.orbax_view import item_marks, step_view
 from ckpt._runtime.mappings import map_memory
 from ckpt._runtime.threads import run_in_thread
-from ckpt._steps.saves.overwrite import clear_target
+from ckpt._steps.saves.save_arguments import clear_target
 from ckpt.errors import CorruptCheckpointError, StepDeletedError, StorageError, located
 from ckpt.storage._base import Attempt, HasDirectories, LeavesFiles, Storage, WritesParts
 from ckpt.storage._manifests import files_folder, while_read
+
+
+class Allowance:
+    """A limit of bytes in use at once; a task that asks for more than the limit gets all of it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._all = self._left = nbytes
+        self._changed = anyio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def taken(self, nbytes: int) -> AsyncIterator[None]:
+        """Wait until `nbytes` are left, and take them for the body."""
+        share = min(nbytes, self._all)
+        async with self._changed:
+            while self._left < share:
+                await self._changed.wait()
+            self._left -= share
+        try:
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                async with self._changed:
+                    self._left += share
+                    self._changed.notify_all()
+
 
 # Four of these are all the memory of a copy, whatever the size of the files: while one is being
 # read, others are being written.

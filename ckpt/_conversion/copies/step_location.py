@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from msgspec import Struct
 
-from ckpt._engine.verify.file_roles import role_of
+from ckpt._engine.verify.report import role_of
 from ckpt._format.leaf_table import DIGEST_BYTES, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._runtime.threads import run_in_thread

@@ -18,7 +18,7 @@ from ckpt._conversion.copies.step_location import StepLocation, copied_meanwhile
 from ckpt._format.manifest import Manifest
 from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import PinLease, hold, pin, pins, refuse_pinned
-from ckpt._steps.root_metadata import read_root_metadata, write_root_metadata
+from ckpt._steps.root import read_root_metadata, write_root_metadata
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,

@@ -2,6 +2,9 @@
 
 All functions run in worker threads. Host copies are taken shard by shard, never of an array on
 several devices: jax would keep such a copy alive on the array.
+
+Contents of a staged batch: the digests of its chunks, and the records of extensions. The functions
+run in worker threads.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec import Struct
 
-from ckpt._engine.memory.casts import cast, cast_into, is_narrowed
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES
+from ckpt._format.manifest_head import digest, new_digest
 from ckpt._format.regions import Region
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.write_batches import Chunk, ChunkPart, WriteBatch
@@ -28,15 +31,40 @@ from ckpt._tree.leaf_specs import CheckpointLeaf, LeafSpec, scalar_array
 from ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from ckpt._engine.chunk_extensions import NotesOfItem
     from ckpt._engine.memory.leaf_stacks import StackRow
 
-Array = np.ndarray[Any, Any]
 # Source of the copy of a chunk: a leaf, or the object that a snapshot holds instead.
 Source = Any
 # The numbers of a leaf and of one of its shards.
 Place = tuple[int, int]
-
 logger = logging.getLogger("ckpt")
+Array = np.ndarray[Any, Any]
+
+
+def cast(array: Array, dtype: str) -> Array:
+    """Return `array` as `dtype`, rounded to the nearest value, and ties to even.
+
+    From float64 to dtypes narrower than float16, ml_dtypes goes through float32, so a value close
+    to the middle of two neighbours may be rounded to the other one.
+    """
+    if array.dtype == DTYPES[dtype]:
+        return array
+    # Too large values become infinite, or NaN in dtypes without infinity, as with `astype`.
+    with np.errstate(all="ignore"):
+        return array.astype(DTYPES[dtype])
+
+
+def cast_into(target: Array, source: Array) -> None:
+    """Copy `source` into `target`, of another dtype, rounded as by `cast`, without a temporary."""
+    with np.errstate(all="ignore"):
+        np.copyto(target, source, casting="unsafe")
+
+
+def is_narrowed(source: str, target: str) -> bool:
+    """Return True if elements of `target` take fewer bytes."""
+    return DTYPES[target].itemsize < DTYPES[source].itemsize
+
 
 _PINNED = "pinned_host"
 _HOST_KINDS = (_PINNED, "unpinned_host")
@@ -508,3 +536,60 @@ def _copy_bits(target: Array, source: Array) -> None:
         return
     bits = f"u{target.dtype.itemsize}" if target.dtype.itemsize <= 8 else target.dtype
     np.copyto(target.view(bits), source.view(bits))
+
+
+class BatchContents(Struct, frozen=True, eq=False):
+    """The contents of a batch.
+
+    Attributes:
+        digests: Digest of the logical bytes of every chunk.
+        records: `[chunks]`, the record of each chunk, by name of the extension.
+    """
+
+    digests: list[str]
+    records: Mapping[str, Array] = {}
+
+    def of_chunks(self, chosen: Sequence[int]) -> BatchContents:
+        """Return the contents of some chunks, by their numbers in the batch."""
+        records = {name: each[list(chosen)] for name, each in self.records.items()}
+        return BatchContents([self.digests[at] for at in chosen], records)
+
+
+NO_CONTENTS = BatchContents([])
+
+
+def batch_contents(
+    batch: WriteBatch,
+    plans: Sequence[LeafPlan],
+    memory: Array,
+    extensions: Mapping[str, NotesOfItem],
+) -> BatchContents:
+    """Return the contents of a batch in `memory`, which is `[batch.nbytes] uint8`.
+
+    `plans` are those of all leaves of the item; `extensions` note records, by name.
+    """
+
+    def bytes_of(chunk: Chunk) -> Array:
+        return _logical(chunk, plans, memory)
+
+    if not extensions:
+        return BatchContents([digest(bytes_of(chunk).data) for chunk in batch.chunks])
+    digesters = [new_digest() for _ in batch.chunks]
+    # The first extension hands the bytes on while they are in the processor's cache.
+    takes: Sequence[Callable[[memoryview], object]] = [each.update for each in digesters]
+    records = {}
+    for name, each in extensions.items():
+        records[name] = each.records(batch, bytes_of, takes)
+        takes = [len] * len(batch.chunks)
+    return BatchContents([each.hexdigest() for each in digesters], records)
+
+
+def _logical(chunk: Chunk, plans: Sequence[LeafPlan], memory: Array) -> Array:
+    """Return the bytes of a chunk without its padding; `[n] uint8`."""
+    stored = memory[chunk.offset : chunk.offset + chunk.stored_nbytes]
+    if chunk.nbytes == chunk.stored_nbytes:
+        return stored
+    plan = plans[chunk.leaf]
+    whole = stored.view(DTYPES[plan.spec.dtype or ""]).reshape(plan.chunk)
+    inside = whole[tuple(slice(n) for n in chunk.region.shape)]
+    return np.ascontiguousarray(inside).reshape(-1).view(np.uint8)

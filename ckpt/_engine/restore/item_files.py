@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.step_files import StepFiles
-from ckpt._format.digests import digest
-from ckpt._format.manifest_head import FileEntry
-from ckpt._format.step_files.item_file_names import check_file_path
+from ckpt._format.manifest_head import FileEntry, digest
+from ckpt._format.step_files import check_file_path
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import host_memory_bytes
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, StorageError

@@ -17,22 +17,24 @@ import anyio
 import numpy as np
 from msgspec.structs import replace
 
-from ckpt._engine.memory.limits import check_memory
-from ckpt._engine.restore.checks import DamagedLeaves, damage_of, damaged_chunks
+from ckpt._engine.memory.arena import check_memory
 from ckpt._engine.restore.context import SHARED_REQUESTS, RestoreContext
 from ckpt._engine.restore.destinations import (
+    DamagedLeaves,
     Destination,
     add_blanks,
+    damage_of,
+    damaged_chunks,
     deliver,
     direct_memory,
     map_files,
 )
 from ckpt._engine.restore.placement import loses_precision, place
 from ckpt._engine.restore.step_files import BlockReader, ItemElsewhere
-from ckpt._format.dtypes import parse_dtype
+from ckpt._format.array_format import parse_dtype
 from ckpt._format.manifest import ItemEntry
+from ckpt._format.per_process import ProcessPart, own_path
 from ckpt._format.regions import Region, whole
-from ckpt._format.step_files.per_process import ProcessPart, own_path
 from ckpt._plan.chunk_reads import (
     COALESCED_BYTES,
     ChunkRead,
@@ -43,7 +45,7 @@ from ckpt._plan.chunk_reads import (
     plan_requests,
     request_bytes,
 )
-from ckpt._plan.slices.array_slices import ArraySlice
+from ckpt._plan.slices import ArraySlice
 from ckpt._plan.targets import ArrayRead, ArrayTarget
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import ArrayMemory

@@ -32,12 +32,12 @@ from msgspec import Struct
 from ckpt._arguments import shown
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.item_reader import EngineItemReader
-from ckpt._format.step_files.per_process import pick
+from ckpt._format.per_process import pick
 from ckpt._plan.adapt import Adapt
-from ckpt._runtime.interpreter import short_switch_interval
-from ckpt._runtime.tasks import for_each
+from ckpt._runtime.futures import for_each
+from ckpt._runtime.threads import short_switch_interval
 from ckpt._tree.leaf_kinds import UNREADABLE
-from ckpt._tree.suggestions import near_miss
+from ckpt._tree.leaf_names import near_miss
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import ItemReader, errors_of
 from ckpt.storage._base import MapsFiles

@@ -11,8 +11,8 @@ from msgspec import Struct
 
 from ckpt._engine.chunk_extensions import NotesOfItem
 from ckpt._engine.codecs import encode_chunk
-from ckpt._engine.memory.contents import BatchContents, batch_contents
-from ckpt._format.dtypes import DTYPES
+from ckpt._engine.memory.staging import BatchContents, batch_contents
+from ckpt._format.array_format import DTYPES
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.write_batches import FileSpan, WriteBatch, aligned, alignment_of, file_size
 from ckpt.errors import located

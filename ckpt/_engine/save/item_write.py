@@ -18,12 +18,14 @@ import anyio.from_thread
 import numpy as np
 from msgspec.structs import replace
 
-from ckpt._engine.base_step import SavedItem
+from ckpt._engine.engine import SavedItem
 from ckpt._engine.memory.arena import Block
-from ckpt._engine.memory.contents import NO_CONTENTS, BatchContents, batch_contents
 from ckpt._engine.memory.staging import (
+    NO_CONTENTS,
+    BatchContents,
     MovedShard,
     Source,
+    batch_contents,
     copies_on_host,
     copy_batch,
     movable_shards,
@@ -36,17 +38,15 @@ from ckpt._engine.memory.staging import (
 from ckpt._engine.plan_cache import CompatFiles, ItemPlan, index_over
 from ckpt._engine.save.merged_items import database_files
 from ckpt._engine.save.save_request import SaveCall
-from ckpt._engine.save.session import ENCODERS, LANES, STAGERS, SaveSession
-from ckpt._engine.save.shared_files import reuse_files
+from ckpt._engine.save.session import ENCODERS, LANES, STAGERS, SaveSession, reuse_files
 from ckpt._events import timed
-from ckpt._format.digests import digest
-from ckpt._format.manifest_head import FileEntry
+from ckpt._format.manifest_head import FileEntry, digest
 from ckpt._format.ocdbt import DatabaseIndex
+from ckpt._plan.base_chunks import MOST_SMALL, BaseChunks
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import ChunkNotes, ItemReport
-from ckpt._plan.unchanged.base_chunks import MOST_SMALL, BaseChunks
 from ckpt._plan.write_batches import FileSpan, WriteBatch
-from ckpt._runtime.tasks import for_each
+from ckpt._runtime.futures import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import located
 

@@ -10,29 +10,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
-from ckpt._engine.base_step import SavedItem, references, saved_item
+from ckpt._engine.engine import SavedItem, references, saved_item
 from ckpt._engine.plan_cache import ItemPlan
 from ckpt._engine.save.item_write import ItemWrite
 from ckpt._engine.save.merged_items import ItemParts, WrittenTree
 from ckpt._engine.save.save_request import SaveCall
-from ckpt._engine.save.session import SaveSession
-from ckpt._engine.save.shared_files import base_item, reuse_files
-from ckpt._format.digests import digest
+from ckpt._engine.save.session import SaveSession, base_item, reuse_files
 from ckpt._format.manifest import ItemEntry
-from ckpt._format.manifest_head import FileEntry
-from ckpt._format.step_files.item_file_names import check_file_path
+from ckpt._format.manifest_head import FileEntry, digest
+from ckpt._format.step_files import check_file_path
 from ckpt._plan.item_reports import PlannedTree
 from ckpt._plan.save_plan import SavePlan
 from ckpt._runtime.threads import run_in_thread
-from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.leaf_specs import CheckpointLeaf
+from ckpt._tree.structure import describe
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.handlers._base import FileData
 
 if TYPE_CHECKING:
     from ckpt._engine.chunk_extensions import NotesOfItem
-    from ckpt._job.solo_save import ItemShare
+    from ckpt._job.solo import ItemShare
 
 T = TypeVar("T")
 

@@ -11,26 +11,22 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._commit import CommitHooks
-from ckpt._engine.base_step import BaseStep
-from ckpt._engine.engine import Engine
+from ckpt._engine.engine import BaseStep, Engine
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._engine.save.item_writer import EngineItemWriter
-from ckpt._engine.save.lease_renewal import renew_lease
 from ckpt._engine.save.merged_items import ItemParts
-from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest
+from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest, renew_lease, time_limit
 from ckpt._engine.save.session import SaveSession
-from ckpt._engine.save.time_limit import time_limit
 from ckpt._events import EventRecorder
 from ckpt._format.manifest import ItemEntry, Manifest
-from ckpt._runtime.interpreter import short_switch_interval
-from ckpt._runtime.threads import run_in_thread
+from ckpt._runtime.threads import run_in_thread, short_switch_interval
 from ckpt.errors import CorruptCheckpointError, located
 from ckpt.handlers._base import Handler, errors_of, is_per_process
 from ckpt.storage._base import Attempt, Storage
 from ckpt.storage._manifests import files_folder
 
 if TYPE_CHECKING:
-    from ckpt._job.solo_save import JobSave
+    from ckpt._job.solo import JobSave
 
 # A placeholder, so that the items keep the order in which they were given.
 _NO_ENTRY = ItemEntry(handler="")

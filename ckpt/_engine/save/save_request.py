@@ -1,19 +1,26 @@
-"""Save requests: the data that a save is asked to write, at once or call by call."""
+"""Save requests: the data that a save is asked to write, and its limits of time."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import anyio
 from msgspec import Struct, field
 
-from ckpt._format.history import DroppedItem, Parent, ReplacedSave
+from ckpt._commit import CommitHooks
 from ckpt._format.manifest import JsonValue
+from ckpt._format.manifest_head import DroppedItem, Parent, ReplacedSave
 from ckpt._settings import IfExists
-from ckpt.errors import StepExistsError
+from ckpt._tree.table import format_bytes
+from ckpt.errors import DeadlineExceededError, StepExistsError, StorageError
+from ckpt.storage._base import Attempt, Storage
+
+logger = logging.getLogger("ckpt")
 
 
 class SaveRequest(Struct, frozen=True):
@@ -125,3 +132,52 @@ class SaveCalls:
             self._changed = anyio.Event()
             await self._changed.wait()
         return self._queue.popleft()
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float | None, hooks: CommitHooks) -> Iterator[None]:
+    """Cancel the body when `seconds` have passed since the call of the save.
+
+    Args:
+        seconds: The limit; None for no limit.
+        hooks: Hooks of the save's commit, with its start time.
+
+    Raises:
+        DeadlineExceededError: The body was cancelled; names the stage.
+    """
+    left = None if seconds is None else max(0.0, seconds - hooks.watch.elapsed)
+    with anyio.move_on_after(left) as scope:
+        yield
+    if seconds is not None and scope.cancelled_caught:
+        raise _exceeded(seconds, hooks)
+
+
+def _exceeded(seconds: float, hooks: CommitHooks) -> DeadlineExceededError:
+    stage, progress = hooks.commit.stage, hooks.commit.progress
+    done = ""
+    if stage in ("staging", "writing") and progress.total:
+        moved = progress.staged if stage == "staging" else progress.written
+        done = f", {format_bytes(moved)} of {format_bytes(progress.total)}"
+    left = "nothing of it is left"
+    if stage == "publishing":
+        left = "it may have become a step all the same: look with all_steps()"
+    return DeadlineExceededError(
+        f"the save was given up {seconds:g} s after its call (timeout={seconds:g}), while it was "
+        f"{stage}{done}; {left}"
+    )
+
+
+# Renewals within the time of one lease: some may fail or come late.
+_RENEWALS = 6
+
+
+async def renew_lease(storage: Storage, attempt: Attempt, renewal: anyio.CancelScope) -> None:
+    """Renew the lease of an attempt until `renewal` is cancelled."""
+    with renewal:
+        while True:
+            await anyio.sleep(storage.traits.lease_seconds / _RENEWALS)
+            # Failures are only logged: publishing decides if the attempt is still ours.
+            try:
+                await storage.renew(attempt)
+            except StorageError as error:
+                logger.warning("the lease of an attempt was not renewed: %s", error)

@@ -21,6 +21,7 @@ from ckpt._engine.codecs import decode_chunk
 from ckpt._engine.restore.step_files import StepFiles
 from ckpt._engine.save.session import LANES
 from ckpt._events import EventRecorder
+from ckpt._format.array_format import parse_dtype
 from ckpt._format.chunk_locations import (
     ChunkLocation,
     ChunkSlice,
@@ -29,9 +30,8 @@ from ckpt._format.chunk_locations import (
     region_of,
     segments,
 )
-from ckpt._format.digests import Digester, new_digest
-from ckpt._format.dtypes import parse_dtype
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry
+from ckpt._format.manifest_head import Digester, new_digest
 from ckpt._runtime.mappings import map_memory
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CorruptCheckpointError

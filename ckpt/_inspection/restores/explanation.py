@@ -11,19 +11,24 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import OWN_DISKS
 from ckpt._inspection.locations import Checkpoint
-from ckpt._inspection.restores.device_grid import MOST_DEVICES
-from ckpt._inspection.restores.item_plans import WantedArray, WantedItem
-from ckpt._inspection.restores.placements import AsSaved, OnMesh, Placements, TargetMesh, refuse
-from ckpt._inspection.restores.read_volume import ReadVolume
-from ckpt._inspection.restores.records import OtherItem, RestoreExplanation
+from ckpt._inspection.restores.placements import (
+    MOST_DEVICES,
+    AsSaved,
+    OnMesh,
+    Placements,
+    TargetMesh,
+    WantedArray,
+    WantedItem,
+    refuse,
+)
+from ckpt._inspection.restores.read_volume import OtherItem, ReadVolume, RestoreExplanation
 from ckpt._plan.chunk_reads import CONCURRENT_REQUESTS
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._settings import Staging
 from ckpt._steps.opened import OpenedStep
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
-from ckpt._tree.patterns import compile_pattern
-from ckpt._tree.suggestions import suggestion
+from ckpt._tree.leaf_names import compile_pattern, suggestion
 from ckpt.errors import InvalidArgumentError, UnsupportedFormatError, located
 
 # Paths of array leaves, by number of the leaf.

@@ -1,32 +1,149 @@
 """Placements: the part of every array that each process of a job would hold after a restore.
 
 Arrays are placed either as they were saved, or on a mesh that the caller describes.
+
+A grid of planned devices: the regions of arrays on each of them, without jax and devices. A
+partition spec names, for every dimension of an array, the axes of the mesh over which it is cut.
+The parts are equal, and devices that differ only in other axes hold the same part. This is the rule
+of `jax.sharding.NamedSharding`, which also refuses parts that would not be equal.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import Manifest, ShardingEntry
-from ckpt._inspection.restores.device_grid import (
-    DeviceGrid,
-    HeldPart,
-    Shape,
-    Spec,
-    everything,
-    grid_of,
-    shard_shape,
-    spec_problem,
-)
-from ckpt._tree.patterns import compile_pattern
-from ckpt._tree.suggestions import suggestion
+from ckpt._format.regions import Region, whole
+from ckpt._plan.chunk_reads import ReadRequest, plan_chunk_reads, plan_requests
+from ckpt._plan.slices import ArraySlice
+from ckpt._tree.leaf_names import compile_pattern, suggestion
 from ckpt.errors import InvalidArgumentError, TargetMismatchError
+
+Shape = tuple[int, ...]
+# For every dimension, the axes of the mesh over which it is cut, the slowest first; dimensions at
+# the end may be left out.
+Spec = tuple[tuple[str, ...], ...]
+
+# A plan for more devices takes minutes.
+MOST_DEVICES = 1 << 16
+
+
+class HeldPart(Struct, frozen=True):
+    """The part of an array on the devices of one process.
+
+    Attributes:
+        regions: The distinct regions.
+        elements: Number of elements on all of its devices, including replicas.
+    """
+
+    regions: tuple[Region, ...]
+    elements: int
+
+
+def everything(shape: Shape) -> HeldPart:
+    """Return the part of a process that has the whole array once."""
+    return HeldPart((whole(shape),), math.prod(shape))
+
+
+class DeviceGrid(Struct, frozen=True):
+    """A mesh of devices, each of which belongs to a process.
+
+    Attributes:
+        axes: Sizes of its axes, by name and in their order.
+        owners: The process of every device, in C order of the mesh.
+    """
+
+    axes: Mapping[str, int]
+    owners: tuple[int, ...]
+    _known: dict[tuple[Shape, Spec], dict[int, HeldPart]] = field(default_factory=dict)
+
+    def held(self, shape: Shape, spec: Spec) -> dict[int, HeldPart]:
+        """Return the part of every process; `spec_problem` must have found nothing."""
+        if (shape, spec) not in self._known:
+            regions = regions_of(shape, spec, self.axes)
+            mine: dict[int, list[Region]] = {}
+            for owner, region in zip(self.owners, regions, strict=True):
+                mine.setdefault(owner, []).append(region)
+            self._known[shape, spec] = {
+                owner: HeldPart(tuple(dict.fromkeys(each)), sum(region.size for region in each))
+                for owner, each in mine.items()
+            }
+        return self._known[shape, spec]
+
+
+def grid_of(axes: Mapping[str, int], processes: int) -> DeviceGrid:
+    """Return a mesh whose devices are divided among processes in their order.
+
+    Raises:
+        InvalidArgumentError: The devices cannot be divided, or there are too many.
+    """
+    count = math.prod(axes.values())
+    if count > MOST_DEVICES:
+        raise InvalidArgumentError(
+            f"a mesh of {count:,} devices; at most {MOST_DEVICES:,} are planned for"
+        )
+    if count % processes:
+        raise InvalidArgumentError(
+            f"{count} devices cannot be divided among {processes} processes. Give a number of "
+            f"processes that divides {count}"
+        )
+    each = count // processes
+    return DeviceGrid(axes, tuple(number // each for number in range(count)))
+
+
+def spec_problem(shape: Shape, spec: Spec, axes: Mapping[str, int]) -> str | None:
+    """Return the reason why an array cannot be cut by a spec, or None."""
+    if len(spec) > len(shape):
+        return f"it has {len(shape)} dimensions, and the spec is for {len(spec)}"
+    names = list(itertools.chain(*spec))
+    if len(set(names)) < len(names):
+        return "one axis of the mesh cuts two dimensions"
+    for number, (length, over) in enumerate(zip(shape, spec, strict=False)):
+        parts = math.prod(axes[name] for name in over)
+        if length % parts:
+            return (
+                f"dimension {number} of {length} elements is not divisible by the {parts} parts of "
+                f"{'+'.join(over)}"
+            )
+    return None
+
+
+def shard_shape(shape: Shape, spec: Spec, axes: Mapping[str, int]) -> Shape:
+    """Return the shape of the equal parts of an array; `spec_problem` must have found nothing."""
+    cut = [math.prod(axes[name] for name in over) for over in spec]
+    cut += [1] * (len(shape) - len(cut))
+    return tuple(length // parts for length, parts in zip(shape, cut, strict=True))
+
+
+def regions_of(shape: Shape, spec: Spec, axes: Mapping[str, int]) -> Sequence[Region]:
+    """Return the region on every device, in C order of the mesh."""
+    place = {name: number for number, name in enumerate(axes)}
+    cuts = [tuple((place[name], axes[name]) for name in over) for over in spec]
+    cuts += [()] * (len(shape) - len(cuts))
+    lengths = shard_shape(shape, spec, axes)
+    found: list[Region] = []
+    # Most devices hold a region that another device holds, too; they share the object.
+    known: dict[Shape, Region] = {}
+    for device in itertools.product(*map(range, axes.values())):
+        offset = []
+        for length, over in zip(lengths, cuts, strict=True):
+            number = 0
+            for axis, size in over:
+                number = number * size + device[axis]
+            offset.append(number * length)
+        corner = tuple(offset)
+        if corner not in known:
+            known[corner] = Region(corner, lengths)
+        found.append(known[corner])
+    return found
+
 
 _SHOWN = 8
 # Kinds of jax arrays.
@@ -339,3 +456,80 @@ def _chosen(mesh: TargetMesh, paths: Sequence[str]) -> dict[str, Spec]:
 
 def _few(paths: Sequence[str]) -> str:
     return paths[0] if len(paths) == 1 else f"{len(paths):,} arrays ({paths[0]}, ...)"
+
+
+class WantedArray(Struct, frozen=True):
+    """An array to restore.
+
+    Attributes:
+        path: Its leaf path.
+        number: Number of the stored leaf; for one array at several places, of the first.
+        leaf: The leaf.
+        held: The part of each process.
+    """
+
+    path: str
+    number: int
+    leaf: LeafEntry
+    held: HeldParts
+
+
+class WantedItem(Struct, frozen=True):
+    """An item to restore.
+
+    Attributes:
+        name: Its name.
+        leaves: All of its stored leaves.
+        arrays: The arrays to restore.
+        data_files: Its data files, relative to the step.
+    """
+
+    name: str
+    leaves: Sequence[LeafEntry]
+    arrays: Sequence[WantedArray]
+    data_files: Sequence[str]
+
+
+class NeededRegions(Struct, frozen=True, gc=False):
+    """The regions of a stored leaf that a process needs, in the form that the planner expects."""
+
+    shape: Shape
+    leaf: int | None
+    regions: tuple[Region, ...]
+    pieces: tuple[ArraySlice, ...] = ()
+
+
+def requests_of(item: WantedItem, process: int, limit: int) -> list[ReadRequest]:
+    """Return the requests of a process for an item, in the order of a restore.
+
+    Args:
+        item: The item.
+        process: Number of the process.
+        limit: Most bytes of a coalesced request.
+
+    Raises:
+        TargetMismatchError: A chunk is on the disk of another process.
+    """
+    needed = [
+        NeededRegions(tuple(each.leaf.shape), each.number, each.held.parts[process].regions)
+        for each in item.arrays
+    ]
+    return plan_requests(plan_chunk_reads(item.leaves, needed), item.data_files, limit)
+
+
+def alike(items: Sequence[WantedItem], processes: int) -> list[list[int]]:
+    """Return the processes in groups that need the same parts of all arrays."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    # Equal parts get one number each, so that keys of many processes and arrays compare fast.
+    numbers: dict[HeldPart, int] = {}
+    known: dict[int, int] = {}
+    placements = {id(array.held): array.held for item in items for array in item.arrays}
+    for process in range(processes):
+        key = []
+        for held in placements.values():
+            part = held.parts[process]
+            if id(part) not in known:
+                known[id(part)] = numbers.setdefault(part, len(numbers))
+            key.append(known[id(part)])
+        groups.setdefault(tuple(key), []).append(process)
+    return list(groups.values())

@@ -1,22 +1,217 @@
-"""Counts the reads of all processes of a job."""
+"""The reads of all processes of a job: counted, as records, with advice."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from ckpt._format.dtypes import parse_dtype
+from ckpt._format.array_format import MIN_CHUNK_BYTES, choose_chunk, parse_dtype
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import Manifest
-from ckpt._inspection.restores.advice import LayoutAdvice, LeafReads, layout_advice
-from ckpt._inspection.restores.device_grid import HeldPart
-from ckpt._inspection.restores.item_plans import WantedArray, WantedItem, alike, requests_of
-from ckpt._inspection.restores.placements import stored_shard
-from ckpt._inspection.restores.records import FileShare, ProcessReads
+from ckpt._inspection.restores.placements import (
+    HeldPart,
+    WantedArray,
+    WantedItem,
+    alike,
+    requests_of,
+    stored_shard,
+)
 from ckpt._plan.chunk_reads import ChunkRead, ReadRequest, is_read_whole, request_bytes
+
+Shape = tuple[int, ...]
+
+# Smaller savings are not worth another array format.
+_LEAST_TIMES = 1.1
+_LEAST_BYTES = 1 << 20
+_NUMBER = re.compile(r"[0-9]+")
+
+
+class LeafReads(Struct, frozen=True):
+    """The reads of an array by all processes together.
+
+    Attributes:
+        item: Name of its item; empty if the checkpoint is one object.
+        path: Its leaf path.
+        shape: Its shape.
+        chunks: Shape of its stored chunks.
+        region: Shape of the smallest region that a process needs.
+        needed: Sum of the bytes of the regions that the processes need.
+        read: Sum of the bytes of the chunks that they read, decoded.
+        amplification: `read` over `needed`.
+    """
+
+    item: str
+    path: str
+    shape: Shape
+    chunks: Shape
+    region: Shape
+    needed: int
+    read: int
+    amplification: float
+
+
+class LayoutAdvice(Struct, frozen=True):
+    """An array format with which fewer bytes of some arrays would be read.
+
+    Attributes:
+        pattern: A pattern that covers the arrays, with `*` for numbers; the leaf path of a single
+            array.
+        arrays: Number of the arrays.
+        wasted: Bytes of the arrays that all processes together read beyond their need.
+        chunk_bytes: For `ArrayFormat`: about the bytes of a region.
+        split_axes: For `ArrayFormat`: the axes along which regions end within chunks.
+    """
+
+    pattern: str
+    arrays: int
+    wasted: int
+    chunk_bytes: int
+    split_axes: tuple[int, ...]
+
+
+def layout_advice(
+    leaves: Iterable[LeafReads], shards: Sequence[Shape], itemsizes: Sequence[int]
+) -> list[LayoutAdvice]:
+    """Return array formats with which fewer bytes would be read, the worst waste first.
+
+    Args:
+        leaves: The reads of each leaf.
+        shards: The shape of the shards in which each leaf was saved.
+        itemsizes: Bytes of an element of each leaf.
+    """
+    alike: dict[tuple[str, int, tuple[int, ...]], list[LeafReads]] = {}
+    for leaf, shard, itemsize in zip(leaves, shards, itemsizes, strict=True):
+        if leaf.amplification < _LEAST_TIMES or leaf.read - leaf.needed < _LEAST_BYTES:
+            continue
+        found = _format_for(leaf, shard, itemsize)
+        if found is not None:
+            nbytes, axes = found
+            key = (_NUMBER.sub("*", leaf.path), nbytes, axes)
+            alike.setdefault(key, []).append(leaf)
+    advice = [
+        LayoutAdvice(
+            pattern if len(each) > 1 else each[0].path,
+            len(each),
+            sum(leaf.read - leaf.needed for leaf in each),
+            nbytes,
+            axes,
+        )
+        for (pattern, nbytes, axes), each in alike.items()
+    ]
+    return sorted(advice, key=lambda each: (-each.wasted, each.pattern))
+
+
+def _format_for(leaf: LeafReads, shard: Shape, itemsize: int) -> tuple[int, tuple[int, ...]] | None:
+    """Return `chunk_bytes` and `split_axes` that align chunks with the regions, or None."""
+    axes = tuple(
+        axis
+        for axis, (length, chunk) in enumerate(zip(leaf.region, leaf.chunks, strict=True))
+        if length % chunk
+    )
+    nbytes = math.prod(leaf.region) * itemsize
+    while axes and nbytes >= MIN_CHUNK_BYTES:
+        chunks = choose_chunk(leaf.shape, shard, itemsize, nbytes, axes)
+        if not any(length % chunk for length, chunk in zip(leaf.region, chunks, strict=True)):
+            return nbytes, axes
+        nbytes //= 2
+    return None
+
+
+class FileShare(Struct, frozen=True):
+    """The bytes of a data file that a process reads.
+
+    Attributes:
+        path: The file, relative to the step.
+        read: Bytes that are read from it.
+        share: `read` over the size of the file; None if the size is unknown.
+    """
+
+    path: str
+    read: int
+    share: float | None
+
+
+class ProcessReads(Struct, frozen=True):
+    """The reads of one process.
+
+    Attributes:
+        process: Its number.
+        devices: Number of its devices.
+        held: Bytes of arrays on its devices and in its memory, including replicas.
+        read: Bytes that it reads from data files.
+        requests: Number of its requests.
+        files: Number of files that it reads.
+        most_of: The file of which it reads the largest share; None if it reads nothing.
+    """
+
+    process: int
+    devices: int
+    held: int
+    read: int
+    requests: int
+    files: int
+    most_of: FileShare | None
+
+
+class OtherItem(Struct, frozen=True):
+    """An item without arrays. Its handler reads files of its own, which are not counted.
+
+    Attributes:
+        name: Name of the item.
+        handler: Its handler.
+        nbytes: Bytes of its files, as its handler reported them.
+    """
+
+    name: str
+    handler: str
+    nbytes: int
+
+
+class RestoreExplanation(Struct, frozen=True):
+    """The reads of a restore.
+
+    Attributes:
+        path: Path of the checkpoint.
+        step: Its number, or None.
+        mesh: Sizes of the axes of the mesh to restore onto; None for a restore as saved.
+        platform: Platform on which most was saved.
+        arrays: Number of arrays to restore.
+        nbytes: Bytes of the arrays, each counted once.
+        stored: Bytes of data files that any process reads, each counted once.
+        read: Sum of the bytes that the processes read.
+        requests: Sum of the requests of the processes.
+        shared: Bytes read if processes that hold the same parts shared their reads.
+        budget: Budget of host memory of each process.
+        concurrent: Number of requests in progress at one time in each process.
+        processes: The reads of each process.
+        leaves: The arrays that are read beyond the need, the worst first.
+        advice: Array formats that would save reads.
+        others: Items without arrays.
+        notes: Assumptions of the plan.
+    """
+
+    path: str
+    step: int | None
+    mesh: Mapping[str, int] | None
+    platform: str
+    arrays: int
+    nbytes: int
+    stored: int
+    read: int
+    requests: int
+    shared: int
+    budget: int
+    concurrent: int
+    processes: list[ProcessReads]
+    leaves: list[LeafReads]
+    advice: list[LayoutAdvice]
+    others: list[OtherItem]
+    notes: list[str]
+
 
 # Name of an item, and number of one of its leaves.
 _Leaf = tuple[str, int]

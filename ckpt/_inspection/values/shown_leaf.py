@@ -1,31 +1,245 @@
-"""One leaf of a checkpoint with its values and statistics."""
+"""One leaf of a checkpoint with its values and statistics.
+
+Statistics of arrays, computed piece by piece in one pass with little memory. Pure. All figures are
+of the finite elements; for complex numbers, of their absolute values.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import Any
 
+import numpy as np
 from msgspec import Struct
 
 from ckpt._inspection.leaf_records import LeafRecord, records_of
 from ckpt._inspection.locations import Checkpoint
 from ckpt._inspection.values.leaf_index import (
+    PIECE_BYTES,
     LeafIndex,
+    PieceReader,
+    WantedPiece,
     parse_index,
     pieces_of,
     split_index,
     whole_index,
 )
-from ckpt._inspection.values.piece_reader import PIECE_BYTES, PieceReader, WantedPiece
-from ckpt._inspection.values.statistics import ArrayStatistics, RunningStatistics
-from ckpt._tree.item_leaves import split_leaf
-from ckpt._tree.suggestions import suggestion
+from ckpt._tree.leaf_names import split_leaf, suggestion
 from ckpt.errors import InvalidArgumentError
 
-if TYPE_CHECKING:
-    import numpy as np
+Array = np.ndarray[Any, Any]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-    Array = np.ndarray[Any, Any]
+# Number of elements that are processed together; they stay in the cache of a core.
+_SLICE = 1 << 16
+_BINS = 1024
+# Outside of these bounds, squares leave the range of float64.
+_LEAST_SQUARED, _MOST_SQUARED = 1e-140, 1e140
+
+
+class HistogramBin(Struct, frozen=True):
+    """A bin: the number of elements that are at least `low` and less than `high`."""
+
+    low: float
+    high: float
+    count: int
+
+
+class ArrayStatistics(Struct, frozen=True):
+    """Statistics of an array; figures are None if it has no finite elements.
+
+    Attributes:
+        min, max: The least and the greatest element.
+        mean: The mean.
+        std: The standard deviation of the whole population, as in numpy.
+        nan: Number of elements that are NaN.
+        inf: Number of infinite elements.
+        histogram: The finite elements, in at most 16 bins.
+    """
+
+    min: float | int | None
+    max: float | int | None
+    mean: float | None
+    std: float | None
+    nan: int
+    inf: int
+    histogram: list[HistogramBin]
+
+
+class RunningStatistics:
+    """Accumulates the statistics of an array, from pieces in any order."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._is_whole = not _is_inexact(dtype)
+        self._count = self._nan = self._inf = 0
+        self._min: float | int | None = None
+        self._max: float | int | None = None
+        # Wider than float64 on machines that have such numbers.
+        self._mean = self._squares = np.longdouble(0)
+        self._histogram = GrowingHistogram(0 if self._is_whole else None)
+
+    def add(self, array: Array) -> None:
+        """Add a piece."""
+        flat = array.reshape(-1)
+        for start in range(0, len(flat), _SLICE):
+            self._add(flat[start : start + _SLICE])
+
+    def _add(self, values: Array) -> None:
+        if self._is_whole:
+            if values.dtype.itemsize < 8:
+                values = values.astype(np.int64)
+        else:
+            values = self._finite(values)
+        if not len(values):
+            return
+        low, high = values.min().item(), values.max().item()
+        self._min = low if self._min is None else min(self._min, low)
+        self._max = high if self._max is None else max(self._max, high)
+        floats: Floats = values.astype(np.float64, copy=False)
+        self._add_moments(floats, max(abs(low), abs(high)))
+        self._histogram.add(floats)
+
+    def _finite(self, values: Array) -> Floats:
+        # numpy warns about signalling NaN.
+        with np.errstate(invalid="ignore"):
+            wide = values if values.dtype.kind == "c" else values.astype(np.float64)
+        nan = np.isnan(wide)
+        finite = np.isfinite(wide)
+        nans = int(nan.sum())
+        self._nan += nans
+        self._inf += len(wide) - nans - int(finite.sum())
+        if not finite.all():
+            wide = wide[finite]
+        if wide.dtype.kind != "c":
+            return wide
+        with np.errstate(over="ignore"):
+            lengths: Floats = np.abs(wide).astype(np.float64, copy=False)
+        return np.minimum(lengths, sys.float_info.max)
+
+    def _add_moments(self, values: Floats, largest: float) -> None:
+        wide: Any = values
+        if largest and not _LEAST_SQUARED < largest < _MOST_SQUARED:
+            wide = values.astype(np.longdouble)
+        number = len(values)
+        with np.errstate(all="ignore"):
+            mean = np.longdouble(wide.mean())
+            squares = np.longdouble(np.square(wide - mean.astype(wide.dtype)).sum())
+            total = self._count + number
+            step = mean - self._mean
+            self._squares += squares + step * step * (np.longdouble(self._count) * number / total)
+            self._mean += step * number / total
+        self._count = total
+
+    def result(self) -> ArrayStatistics:
+        """Return the statistics of all pieces so far."""
+        mean = std = None
+        if self._count:
+            mean = _finite_or_none(self._mean)
+            std = _finite_or_none(np.sqrt(self._squares / self._count))
+        bins = self._histogram.bins()
+        return ArrayStatistics(self._min, self._max, mean, std, self._nan, self._inf, bins)
+
+
+def _finite_or_none(value: np.longdouble) -> float | None:
+    found = float(value)
+    return found if math.isfinite(found) else None
+
+
+def _is_inexact(dtype: np.dtype[Any]) -> bool:
+    # The dtypes of ml_dtypes have the kind V; the names of their integers are like those of numpy.
+    return dtype.kind in "fc" or (dtype.kind not in "biu" and "int" not in dtype.name)
+
+
+class GrowingHistogram:
+    """Counts numbers in bins whose width, a power of two, doubles when the range outgrows them.
+
+    Bins begin at multiples of their width. Two neighbours can therefore become one without knowing
+    their numbers, and the counts are exact, in one pass, in any order of the numbers.
+    """
+
+    def __init__(self, exponent: int | None = None) -> None:
+        """Begin with bins of width `2 ** exponent`; if None, of a width for the first numbers."""
+        self._exponent = exponent
+        self._first = 0
+        self._counts = np.zeros(0, np.int64)
+
+    def add(self, values: Floats) -> None:
+        """Count finite numbers; there must be at least one."""
+        low, high = float(values.min()), float(values.max())
+        exponent = _least_exponent(low, high)
+        if self._exponent is None or exponent > self._exponent:
+            self._widen(exponent)
+        while True:
+            assert self._exponent is not None
+            first, last = (_bin(bound, self._exponent) for bound in (low, high))
+            if len(self._counts):
+                first = min(first, self._first)
+                last = max(last, self._first + len(self._counts) - 1)
+            if last - first < _BINS:
+                break
+            self._widen(self._exponent + 1)
+        counts = np.zeros(last - first + 1, np.int64)
+        at = self._first - first if len(self._counts) else 0
+        counts[at : at + len(self._counts)] = self._counts
+        scaled = np.ldexp(values, -self._exponent)
+        if low < 0:
+            # A negative number that becomes 0 by scaling belongs below zero.
+            scaled[(scaled == 0) & (values < 0)] = -1
+        numbers = np.floor(scaled).astype(np.int64) - first
+        counts += np.bincount(numbers, minlength=len(counts))
+        self._first, self._counts = first, counts
+
+    def bins(self, most: int = 16) -> list[HistogramBin]:
+        """Return the numbers in at most `most` bins of equal width."""
+        if not len(self._counts):
+            return []
+        assert self._exponent is not None
+        first, counts, shift = self._first, self._counts, 0
+        while len(counts) > most:
+            first, counts = _halved(first, counts)
+            shift += 1
+        exponent = self._exponent + shift
+        return [
+            HistogramBin(_edge(first + n, exponent), _edge(first + n + 1, exponent), count)
+            for n, count in enumerate(counts.tolist())
+        ]
+
+    def _widen(self, exponent: int) -> None:
+        if self._exponent is not None and len(self._counts):
+            # The range of exponents bounds this loop to about 2,000 rounds.
+            for _ in range(exponent - self._exponent):
+                self._first, self._counts = _halved(self._first, self._counts)
+        self._exponent = exponent
+
+
+def _least_exponent(low: float, high: float) -> int:
+    """Return the least exponent with which numbers fit the bins, and bin numbers fit 53 bits."""
+    largest = max(abs(low), abs(high))
+    span = high / _BINS - low / _BINS
+    # Not below -1022: dividing by the exponent of subnormal numbers would overflow.
+    exponents = [math.frexp(each)[1] for each in (span, largest * 2.0**-52) if each]
+    return max(-1022, *exponents) if exponents else -1022
+
+
+def _bin(value: float, exponent: int) -> int:
+    return math.floor(math.ldexp(value, -exponent)) or (-1 if value < 0 else 0)
+
+
+def _halved(first: int, counts: Array) -> tuple[int, Array]:
+    """Return the bins of twice the width."""
+    padded = np.zeros(len(counts) + (first & 1) + 1, np.int64)
+    padded[first & 1 : (first & 1) + len(counts)] = counts
+    pairs = padded[: len(padded) // 2 * 2].reshape(-1, 2).sum(axis=1)
+    return first >> 1, pairs
+
+
+def _edge(number: int, exponent: int) -> float:
+    try:
+        return math.ldexp(number, exponent)
+    except OverflowError:
+        return math.copysign(sys.float_info.max, number)
+
 
 # numpy prints so many elements in full, and so many at both ends of longer axes.
 _MOST_PRINTED, _EDGE = 1000, 3
@@ -167,7 +381,7 @@ async def _read(
 ) -> tuple[PrintedArray, ArrayStatistics | None]:
     import numpy as np
 
-    from ckpt._format.dtypes import parse_dtype
+    from ckpt._format.array_format import parse_dtype
     from ckpt._runtime.threads import run_in_thread
 
     dtype = parse_dtype(record.dtype)

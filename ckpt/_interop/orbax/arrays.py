@@ -14,15 +14,16 @@ import numpy as np
 from msgspec import Struct, field
 
 from ckpt._engine.codecs import decode_chunk, encode_chunk
-from ckpt._format.array_format import Blosc, Zstd
-from ckpt._format.dtypes import parse_dtype
+from ckpt._format.array_format import Blosc, Zstd, parse_dtype
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry
 from ckpt._format.regions import chunk_grid, position_in_grid
-from ckpt._interop.orbax.database import ReadRange, Values, check_path
-from ckpt._interop.orbax.ocdbt_nodes import ValueLocation
+from ckpt._interop.flax import PackedArray, check_packed, is_number, value_entry
+from ckpt._interop.orbax.database import ReadRange, ValueLocation, Values, check_path
+from ckpt._interop.orbax.layout import PACKED_FILE
 from ckpt._interop.orbax.tree import ARRAY_KINDS, OrbaxTree, Param
 from ckpt._interop.orbax.zarr_arrays import V2_FILE, V3_FILE, ZarrArray, parse_array
-from ckpt._runtime.tasks import for_each
+from ckpt._interop.runs_of_bytes import StoredRun, leaf_of_run
+from ckpt._runtime.futures import for_each
 from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 from ckpt.storage._base import UNKNOWN_SIZE
 
@@ -302,3 +303,30 @@ async def _scalar(store: ArrayStore, name: str, array: ZarrArray, place: Found) 
     else:
         decode_chunk(LeafEntry(name, "numpy", codec=array.codec), encoded, target)
     return target.view(dtype)[0].item()
+
+
+async def packed_entry(store: ArrayStore, name: str, leaf: Any) -> LeafEntry:
+    """Return the leaf for a value in the msgpack file.
+
+    Args:
+        store: The arrays of the item.
+        name: Name of the leaf in this library.
+        leaf: Its value, or its place.
+
+    Raises:
+        CorruptCheckpointError: The leaf contradicts itself, or is not the value of a leaf.
+        UnsupportedFormatError: The leaf has an unsupported dtype.
+    """
+    if not isinstance(leaf, PackedArray):
+        return value_entry(name, leaf)
+    check_packed(leaf, "Orbax")
+    if len(leaf.pieces) == 1:
+        file, offset, _ = store.place(ValueLocation(PACKED_FILE, "", *leaf.pieces[0]))
+    else:
+        # Pieces of a gigabyte do not form a grid of chunks, so they are joined in memory.
+        whole = bytearray()
+        for start, length in leaf.pieces:
+            whole += await store.read(PACKED_FILE, start, length)
+        file, offset, _ = store.place(bytes(whole))
+    kind = "jax" if leaf.kind == "jax.Array" else "numpy_scalar" if is_number(leaf) else "numpy"
+    return leaf_of_run(name, StoredRun(leaf.dtype, leaf.shape, offset, file, kind=kind))

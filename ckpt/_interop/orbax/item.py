@@ -2,31 +2,100 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import math
+import posixpath
+import re
 from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import numpy as np
 from msgspec.structs import replace
 
-from ckpt._format.dtypes import parse_dtype
+from ckpt._format.array_format import parse_dtype
 from ckpt._format.leaf_table import LeafEntry, LeafTable
-from ckpt._format.manifest import ItemEntry, JsonValue
-from ckpt._interop.orbax.arrays import ArrayStore, describe_arrays, leaf_entry
-from ckpt._interop.orbax.database import MANIFEST, Values, read_database
+from ckpt._format.manifest import ItemEntry, JsonValue, ShardingEntry
+from ckpt._format.per_process import combine, own_path, owner_of, renamed
+from ckpt._interop.orbax.arrays import ArrayStore, describe_arrays, leaf_entry, packed_entry
+from ckpt._interop.orbax.database import MANIFEST, ValueLocation, Values, read_database
 from ckpt._interop.orbax.layout import MOST_BYTES, ONE_LEAF, PACKED_FILE, OrbaxItem, Sizes
-from ckpt._interop.orbax.msgpack_tree import parse_packed
-from ckpt._interop.orbax.ocdbt_nodes import ValueLocation
-from ckpt._interop.orbax.packed_leaves import packed_entry
-from ckpt._interop.orbax.shardings import SHARDING_FILE, parse_shardings
-from ckpt._interop.orbax.tree import TREE_FILE, UNKNOWN, OrbaxTree, Param, parse_tree
+from ckpt._interop.orbax.tree import TREE_FILE, UNKNOWN, OrbaxTree, Param, parse_packed, parse_tree
+from ckpt._runtime.futures import for_each
 from ckpt._runtime.threads import run_in_thread
-from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_kinds import unreadable_leaf
+from ckpt._tree.structure import describe
 from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
+from ckpt.handlers._stateful import files_entry
 from ckpt.storage._base import UNKNOWN_SIZE, Storage
+
+SHARDING_FILE = "_sharding"
+# `cpu:0`, `TFRT_CPU_0`, `TPU_0(process=0,...)`, `cuda:1`: Orbax writes devices as jax prints them.
+_DEVICE = re.compile(r"^(?:TFRT_)?([A-Za-z]+)[_:](\d+)")
+_PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
+
+
+def parse_shardings(data: bytes | None, platform: str) -> Mapping[str, ShardingEntry]:
+    """Return the shardings of arrays by their names in Orbax.
+
+    A restore can do without the placement of arrays, so unreadable shardings are left out.
+
+    Args:
+        data: Content of the file, or None if there is none.
+        platform: Platform of devices that are only numbered.
+    """
+    try:
+        found = json.loads(data or b"{}")
+        pairs = {base64.urlsafe_b64decode(key).decode(): text for key, text in found.items()}
+    except (ValueError, AttributeError, TypeError, binascii.Error, RecursionError):
+        return {}
+    entries = {}
+    for name, text in pairs.items():
+        try:
+            entry = _entry(json.loads(text), platform)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            continue
+        if entry is not None:
+            entries[name] = entry
+    return entries
+
+
+def _entry(about: Any, platform: str) -> ShardingEntry | None:
+    kind = about.get("sharding_type")
+    if kind == "SingleDeviceSharding":
+        found = _DEVICE.match(about["device_str"])
+        if found is None:
+            return None
+        name = found[1].lower()
+        return ShardingEntry(
+            kind="single",
+            platform=_PLATFORMS.get(name, name),
+            device_ids=[int(found[2])],
+            text=about["device_str"],
+        )
+    if kind != "NamedSharding" or not about.get("device_mesh"):
+        return None
+    grid = np.array(about["device_mesh"]["mesh"], dtype=object)
+    sizes = [int(size) for size in about["shape"]]
+    types = about.get("axis_types") or ["Auto"] * len(sizes)
+    return ShardingEntry(
+        kind="named",
+        platform=platform,
+        device_ids=[int(device["id"]) for device in grid.flat],
+        memory_kind=about.get("memory_kind"),
+        axis_names=[str(name) for name in about["axis_names"]],
+        axis_sizes=sizes,
+        axis_types=[str(each).removeprefix("AxisType.") for each in types],
+        spec=[
+            part if part is None or isinstance(part, str) else list(part)
+            for part in about["partition_spec"]
+        ],
+    )
+
 
 _STRINGS, _ARRAY_METADATAS = "_strings.json", "array_metadatas/"
 # Limit of a msgpack file. It may hold all arrays of an item, but only their places are kept.
@@ -242,3 +311,69 @@ def parse_json(data: bytes, where: str) -> JsonValue:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{where} is damaged: {error!s:.200}") from error
+
+
+# Limit of files that are read to describe the step; states of iterators are smaller.
+_MOST_BYTES = 64 << 20
+_CONCURRENT_READS = 16
+# For items of one file: their handler here, the name of the file, and the data of the entry.
+_ONE_FILE: Mapping[str, tuple[str, str, Mapping[str, JsonValue]]] = MappingProxyType(
+    {"json": ("json", "metadata", {"model": None}), "proto": ("bytes", "text.txt", {"type": "str"})}
+)
+# The entry, and its files by path relative to it.
+Plain = tuple[ItemEntry, Mapping[str, bytes]]
+
+
+async def plain_item(storage: Storage, step_dir: str, item: OrbaxItem, sizes: Sizes) -> Plain:
+    """Return an item without a tree.
+
+    Raises:
+        CorruptCheckpointError: A file of the item is missing.
+        UnsupportedFormatError: The item has too many bytes, or states of several jobs.
+        StorageError: The store refused.
+    """
+    where = f"{storage.location}/{step_dir}/{item.folder}".rstrip("/")
+    if not item.files:
+        raise CorruptCheckpointError(f"{where} is missing, or has no files; it was damaged")
+    nbytes = sum(sizes[path] or 0 for path in item.files)
+    if nbytes > _MOST_BYTES:
+        raise UnsupportedFormatError(
+            f"{where} has {nbytes} bytes in files of a kind that is not known here: read them with "
+            "the program that wrote them"
+        )
+    found: dict[str, bytes] = {}
+
+    async def read(path: str) -> None:
+        found[path] = await storage.read(step_dir, path, _MOST_BYTES) or b""
+
+    await for_each(read, item.files, _CONCURRENT_READS)
+    # In the order of the list, whichever read ended first.
+    files = {posixpath.relpath(path, item.folder or "."): found[path] for path in item.files}
+    if item.kind in _ONE_FILE:
+        [content] = files.values()
+        handler, name, about = _ONE_FILE[item.kind]
+        return ItemEntry(handler, nbytes=len(content), data={**about}), {name: content}
+    return _by_process(files, where)
+
+
+def _by_process(files: Mapping[str, bytes], where: str) -> Plain:
+    """Return files as states of the processes in their names; of one process if none is named."""
+    owners = {path: owner_of(path) for path in files}
+    counts = {owner[1] for owner in owners.values() if owner is not None} or {1}
+    owned = {owner[0] for owner in owners.values() if owner is not None} or {0}
+    [count, *others] = sorted(counts)
+    if others:
+        raise UnsupportedFormatError(
+            f"{where} has states of jobs of {count} and of {others[0]} processes"
+        )
+    if len(owned) != count:
+        raise CorruptCheckpointError(
+            f"{where} has the states of {len(owned)} of {count} processes; it was damaged"
+        )
+    parts: list[ItemEntry] = []
+    kept: dict[str, bytes] = {}
+    for process in range(count):
+        own = [path for path in files if owners[path] in (None, (process, count))]
+        parts.append(files_entry({renamed(path, 0, 1): len(files[path]) for path in own}))
+        kept |= {own_path(renamed(path, 0, 1), process, count): files[path] for path in own}
+    return combine(parts), kept

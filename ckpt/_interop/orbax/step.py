@@ -6,26 +6,27 @@ import errno
 import logging
 from collections.abc import Mapping
 
-from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, JsonValue, Manifest
-from ckpt._format.manifest_head import FileEntry
+from ckpt._format.manifest_head import FileEntry, digest
 from ckpt._interop.foreign import ForeignCheckpoint, ForeignFiles
-from ckpt._interop.orbax.item import OrbaxItemReader, json_file, parse_json
+from ckpt._interop.orbax.item import OrbaxItemReader, json_file, parse_json, plain_item
 from ckpt._interop.orbax.layout import (
+    METRICS_FILE,
     MOST_BYTES,
     STEP_FILE,
     SUCCESS,
     TREES,
     OrbaxItem,
     Sizes,
+    has_own_trees,
+    head_of,
+    identity_of_files,
     is_checkpoint,
     is_unnamed,
     items_of,
     looks_like_ours,
     unfinished,
 )
-from ckpt._interop.orbax.listing import METRICS_FILE, has_own_trees, head_of, identity_of_files
-from ckpt._interop.orbax.plain_items import plain_item
 from ckpt._tree.leaf_kinds import unreadable_kind
 from ckpt.errors import (
     CheckpointError,

@@ -1,15 +1,69 @@
-"""`_METADATA`: the tree of an item, and the kinds of its leaves. Pure."""
+"""`_METADATA`: the tree of an item, and the kinds of its leaves. Pure.
+
+`value_metadata_tree`: the nodes of a tree that were tuples and named tuples. Pure. Orbax writes it
+with the option `support_rich_types`, beside the tree of dicts and lists.
+
+`checkpoint`: the tree of an item in one msgpack file, as T5X and old versions wrote it. Pure. The
+file has the whole tree. Each leaf is a value, or a text that names the array for the leaf. Versions
+that also write `_METADATA` keep in this file only leaves that were to be aggregated.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
-from ckpt._interop.orbax.node_classes import with_classes
+from ckpt._interop.flax import PackedArray, parse_msgpack
+from ckpt._tree.static_values import UnknownNode
 from ckpt.errors import CorruptCheckpointError
+
+
+def with_classes(tree: Any, classes: Any) -> Any:
+    """Return a tree with its original tuples and named tuples.
+
+    A named tuple is restored as one if its class is imported. Entries that do not fit the tree are
+    ignored: they say nothing about leaves.
+
+    Args:
+        tree: The tree of dicts and lists.
+        classes: The description of its nodes by Orbax.
+    """
+    if isinstance(classes, list):
+        return _as_sequence(tree, classes)
+    if not isinstance(classes, dict):
+        return tree
+    entries = classes.get("entries")
+    if classes.get("category") == "custom" and classes.get("clazz") == "tuple":
+        found = _as_sequence(tree, entries)
+        return tuple(found) if isinstance(found, list) and isinstance(entries, list) else found
+    if classes.get("category") == "namedtuple" and isinstance(entries, list):
+        return _as_namedtuple(tree, classes, entries)
+    if not isinstance(tree, dict):
+        return tree
+    return {key: with_classes(child, classes.get(key)) for key, child in tree.items()}
+
+
+def _as_sequence(tree: Any, entries: Any) -> Any:
+    if not isinstance(tree, list) or not isinstance(entries, list) or len(tree) != len(entries):
+        return tree
+    return [with_classes(child, entry) for child, entry in zip(tree, entries, strict=True)]
+
+
+def _as_namedtuple(tree: Any, classes: Mapping[str, Any], entries: Sequence[Any]) -> Any:
+    fields = {
+        str(entry.get("key")): entry.get("value") for entry in entries if isinstance(entry, dict)
+    }
+    if not isinstance(tree, dict) or set(tree) != set(fields):
+        return tree
+    children = {name: with_classes(tree[name], value) for name, value in fields.items()}
+    name = f"{classes.get('module')}:{classes.get('clazz')}"
+    return UnknownNode(name, MappingProxyType(children), kind="namedtuple")
+
 
 TREE_FILE = "_METADATA"
 # Kind of a leaf of which only the array is known.
@@ -141,3 +195,71 @@ def _finished(node: Any) -> Any:
     if sorted(numbered) != list(range(len(children))):
         raise ValueError(f"a list has the places {sorted(numbered)[:8]}")
     return [numbered[place] for place in range(len(numbered))]
+
+
+_PREFIXES = ("PLACEHOLDER://", "AGGREGATED://")
+# First bytes of dicts, lists and the extension values of arrays.
+_FIRST_BYTES = frozenset([*range(0x80, 0xA0), *range(0xDC, 0xE0), *range(0xC7, 0xCA)])
+
+
+def may_be_packed(head: bytes) -> bool:
+    """Return True if a file with these first bytes may be such a tree.
+
+    TensorFlow has text files of the same name.
+    """
+    return bool(head) and head[0] in _FIRST_BYTES
+
+
+def parse_packed(data: bytes, path: str, tree: Any = None) -> Any:
+    """Return the tree in such a file.
+
+    Its leaves are a `Param` for each separate array, a `PackedArray`, or a number or text.
+
+    Args:
+        data: Content of the file.
+        path: Path of the file, for messages.
+        tree: The tree of `_METADATA`, which then gets its missing values.
+
+    Raises:
+        CorruptCheckpointError: The file is damaged.
+        UnsupportedFormatError: The file is a pickle.
+    """
+    packed = parse_msgpack(data, path, _param)
+    return packed if tree is None else _filled(tree, packed)
+
+
+def _param(node: Any, keys: tuple[str, ...]) -> Any:
+    """Return a `Param` for a leaf with a separate array, and any other node as it is.
+
+    Raises:
+        ValueError: A dict has keys that are not texts, which Orbax never wrote.
+    """
+    if isinstance(node, dict):
+        wrong = next((key for key in node if not isinstance(key, str)), None)
+        if wrong is not None:
+            raise ValueError(f"it has the key {wrong!r:.60}")
+        kvstore = node.get("kvstore")
+        if node.get("driver") == "zarr" and isinstance(kvstore, dict):
+            # A spec for TensorStore: T5X gives the name in the checkpoint, and the very first
+            # versions of Orbax gave the place on the disk.
+            name = str(kvstore.get("path") or node.get("path") or "").removesuffix("/")
+            return Param(name if name and "/" not in name else ".".join(keys), UNKNOWN)
+    if isinstance(node, str) and node.startswith(_PREFIXES):
+        return Param(node.partition("://")[2], UNKNOWN)
+    return node
+
+
+def _filled(tree: Any, packed: Any) -> Any:
+    """Return a tree of `_METADATA` with the values of its leaves in the msgpack file."""
+    if isinstance(tree, Param):
+        if not tree.is_packed or isinstance(packed, Param):
+            return tree
+        return replace(packed, kind=tree.kind) if isinstance(packed, PackedArray) else packed
+    if isinstance(tree, dict) and isinstance(packed, dict):
+        return {
+            key: _filled(child, packed[key]) if key in packed else child
+            for key, child in tree.items()
+        }
+    if isinstance(tree, list) and isinstance(packed, list) and len(tree) == len(packed):
+        return [_filled(child, other) for child, other in zip(tree, packed, strict=True)]
+    return tree

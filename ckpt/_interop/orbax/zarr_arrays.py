@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES
 from ckpt._format.regions import chunk_grid
 from ckpt.errors import CorruptCheckpointError, UnsupportedFormatError
 

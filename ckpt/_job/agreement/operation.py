@@ -29,8 +29,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.lowlevel
 
-from ckpt._job.agreement.failures import pack_error, unpack_error
-from ckpt._job.agreement.heartbeat import (
+from ckpt._job.agreement.failures import (
     DeadlineKeyValues,
     Pulse,
     Signs,
@@ -38,7 +37,9 @@ from ckpt._job.agreement.heartbeat import (
     beating,
     hello,
     missing_text,
+    pack_error,
     silence,
+    unpack_error,
     who,
 )
 from ckpt.coordination._base import KeyValues

@@ -27,10 +27,9 @@ from typing import TypeVar
 
 import anyio
 
-from ckpt._format.digests import digest
 from ckpt._format.manifest import JsonValue
-from ckpt._job.agreement.failures import unpack_error
-from ckpt._job.agreement.heartbeat import introduce
+from ckpt._format.manifest_head import digest
+from ckpt._job.agreement.failures import introduce, unpack_error
 from ckpt._job.agreement.operation import FAILED, Operation, acted, together
 from ckpt.coordination._base import Coordinator
 from ckpt.coordination._jobs import has_own_disks, name_of_disks

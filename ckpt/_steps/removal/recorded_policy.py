@@ -20,12 +20,15 @@ from ckpt.errors import CheckpointError, CorruptCheckpointError
 from ckpt.keep._by_item import by_item_text
 from ckpt.keep._deletion import Deletion, trash_of
 from ckpt.keep._health import Healthy
-from ckpt.keep._intervals import ClosestToEvery, EverySeconds, EverySteps, Newer
 from ckpt.keep._keep_policies import (
     All,
+    ClosestToEvery,
+    EverySeconds,
+    EverySteps,
     KeepPolicyLike,
     KeepRules,
     Latest,
+    Newer,
     Steps,
     check_keep_policy,
     members_of,

@@ -11,17 +11,15 @@ import anyio
 
 from ckpt._arguments import check_step, shown
 from ckpt._events import EventRecorder, Observer
-from ckpt._format.history import left_behind
-from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, peek_files
+from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, left_behind, peek_files
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, StepIndex
-from ckpt._steps.opened import OpenedStep, open_step
+from ckpt._steps.opened import OpenedStep, open_step, shortened
 from ckpt._steps.pins import deletion_of, pins, refuse_pinned
-from ckpt._steps.previous_steps import NamedNotes, saved_step
 from ckpt._steps.removal.deletion_plan import DeletionPlan, keeps_all, plan_deletions
-from ckpt._steps.unreadable import shortened
-from ckpt._tree.suggestions import near_miss
+from ckpt._steps.step_choice import NamedNotes, saved_step
+from ckpt._tree.leaf_names import near_miss
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -429,7 +427,7 @@ class Retention:
             StepDeletedError: The step was deleted or replaced at the same time.
         """
         # Imported here: writing manifests needs numpy and jax, and deleting steps does not.
-        from ckpt._engine.save.item_removal import delete_items
+        from ckpt._engine.save.republication import delete_items
 
         step_dir, manifest = opened.step_dir, opened.manifest
         step = check_step(manifest.step)

@@ -11,13 +11,18 @@ from ckpt._engine.engine import Engine
 from ckpt._engine.save.republication import republish
 from ckpt._engine.save.save_request import SaveRequest
 from ckpt._format.manifest import Manifest, encode, features, sizes
-from ckpt._format.manifest_head import FILE_NAME, FORMAT_VERSION, OWN_FORMAT
-from ckpt._format.metrics import json_metrics, plain_metrics
+from ckpt._format.manifest_head import (
+    FILE_NAME,
+    FORMAT_VERSION,
+    OWN_FORMAT,
+    json_metrics,
+    plain_metrics,
+)
 from ckpt._redaction import redact
-from ckpt._runtime.tasks import for_each
+from ckpt._runtime.futures import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.opened import OpenedStep
-from ckpt._steps.saves.overwrite import clear_target
+from ckpt._steps.saves.save_arguments import clear_target
 from ckpt._tree.table import format_bytes
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.storage._base import Attempt, Storage

@@ -10,8 +10,8 @@ import anyio
 
 from ckpt._arguments import check_step
 from ckpt._runtime.futures import settled
-from ckpt._steps.restores.step_choice import RunStart
 from ckpt._steps.saves.queue import SaveQueue
+from ckpt._steps.step_choice import RunStart
 from ckpt.errors import CommitTimeoutError, InvalidArgumentError, StepNotFoundError
 from ckpt.keep._questions import Requirement
 

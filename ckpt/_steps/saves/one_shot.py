@@ -12,16 +12,15 @@ import anyio.lowlevel
 from ckpt._commit import CommitHooks, StepInfo, step_info
 from ckpt._engine.engine import Engine
 from ckpt._engine.save.pipeline import save_step
-from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest
-from ckpt._engine.save.time_limit import time_limit
+from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest, time_limit
 from ckpt._format.manifest import Manifest
 from ckpt._redaction import redact
-from ckpt._steps.saves.overwrite import clear_target, with_plain_metrics
+from ckpt._steps.saves.save_arguments import clear_target, with_plain_metrics
 from ckpt._tree.table import format_bytes
 from ckpt.storage._base import Storage
 
 if TYPE_CHECKING:
-    from ckpt._job.solo_save import JobSave
+    from ckpt._job.solo import JobSave
 
 logger = logging.getLogger("ckpt")
 

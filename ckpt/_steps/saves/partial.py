@@ -13,14 +13,18 @@ from msgspec.structs import replace
 from ckpt._arguments import check_step
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest
-from ckpt._steps.saves.backlog import SaveRun
-from ckpt._steps.saves.overwrite import clear_name, remove_others, with_plain_metrics
+from ckpt._steps.saves.commits import SaveRun
 from ckpt._steps.saves.queue import SaveQueue
-from ckpt._steps.saves.save_arguments import make_request
+from ckpt._steps.saves.save_arguments import (
+    clear_name,
+    make_request,
+    remove_others,
+    with_plain_metrics,
+)
 from ckpt.errors import CheckpointError, ClosedError, CommitCancelledError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from ckpt._job.solo_save import SoloSave
+    from ckpt._job.solo import SoloSave
 
 
 class OpenSave(SaveRun):

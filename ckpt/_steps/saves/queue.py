@@ -35,8 +35,7 @@ from ckpt._arguments import check_step
 from ckpt._commit import Commit, StepInfo, step_info
 from ckpt._engine.engine import Engine
 from ckpt._engine.save.pipeline import save_step
-from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest, step_exists
-from ckpt._engine.save.time_limit import time_limit
+from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest, step_exists, time_limit
 from ckpt._events import EventRecorder
 from ckpt._format.manifest import Manifest
 from ckpt._format.manifest_head import save_id
@@ -44,17 +43,19 @@ from ckpt._redaction import redact
 from ckpt._runtime.loop import EngineLoop, Job
 from ckpt._settings import IfExists
 from ckpt._steps.root import Root
-from ckpt._steps.saves.backlog import Backlog, SaveRun
-from ckpt._steps.saves.commits import OpenCommits
-from ckpt._steps.saves.history import SaveHistory
-from ckpt._steps.saves.overwrite import clear_name, remove_others, with_plain_metrics
-from ckpt._steps.saves.preemption import Preemption
-from ckpt._steps.saves.save_arguments import make_request
+from ckpt._steps.saves.commits import Backlog, OpenCommits, SaveRun
+from ckpt._steps.saves.history import Preemption, SaveHistory
+from ckpt._steps.saves.save_arguments import (
+    clear_name,
+    make_request,
+    remove_others,
+    with_plain_metrics,
+)
 from ckpt._tree.table import format_bytes
 from ckpt.errors import SaveSkippedError, StorageError
 
 if TYPE_CHECKING:
-    from ckpt._job.solo_save import JobSave
+    from ckpt._job.solo import JobSave
 
 logger = logging.getLogger("ckpt")
 

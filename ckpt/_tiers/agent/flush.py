@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from ckpt._conversion.copies.selection import Selection, everything, selected
 from ckpt._conversion.copies.step_copy import ByteCounter, StepCopier
 from ckpt._conversion.copies.step_location import StepLocation, is_copy
-from ckpt._format.history import DroppedItem
 from ckpt._format.manifest import Manifest
+from ckpt._format.manifest_head import DroppedItem
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts
 from ckpt._tiers.agent.messages import FlushResult

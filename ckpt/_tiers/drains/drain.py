@@ -1,17 +1,20 @@
-"""The drain of one step: it is copied to another root whole, or not at all.
+"""Drains: a step is copied to another root whole or not at all, and others wait for theirs.
 
-A drain is an ordinary copy: compared with the digests on the way, published in one atomic
-operation, and never in the place of another step. A copy that was interrupted leaves its files; if
-the storage allows it, the next one compares these files and reuses the whole ones.
+The drain of one step: it is copied to another root whole, or not at all. A drain is an ordinary
+copy: compared with the digests on the way, published in one atomic operation, and never in the
+place of another step. A copy that was interrupted leaves its files; if the storage allows it, the
+next one compares these files and reuses the whole ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Collection
 from typing import Literal
 
+import anyio
 from msgspec import Struct
 
 from ckpt._conversion.copies.step_copy import ByteCounter, Pace, StepCopier, at_once
@@ -20,10 +23,12 @@ from ckpt._conversion.copies.steps import CopyRules, copy_pins, copy_step
 from ckpt._format.manifest import Manifest
 from ckpt._format.manifest_head import save_id
 from ckpt._steps.index import IndexedStep, StepIndex
-from ckpt.errors import StepNotFoundError
+from ckpt._steps.pins import PinLease, hold
+from ckpt.errors import StepNotFoundError, StorageError
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
 
+logger = logging.getLogger("ckpt")
 _PLAIN = Standard()
 
 Outcome = Literal["copied", "there", "damaged", "deleted", "blocked", "given up", "refused"]
@@ -137,3 +142,162 @@ async def missing(
 def _identity(step: IndexedStep) -> tuple[int, int, str]:
     """Return a key that a step shares with its copies, and with no other step."""
     return step.created_ns, step.committed_ns, step.save
+
+
+_LONGEST_PAUSE_SECONDS, _DOUBLINGS = 60.0, 6
+# The lease time is short: the leases of a killed process keep others from deleting.
+_LEASE_SECONDS, _RENEWALS = 60.0, 6
+
+
+class DrainBacklog:
+    """The steps that wait to be drained, and the one that is being drained. Pure.
+
+    The newest step is worth most: a run would go on from it. After failures, the steps that have
+    failed least come next, so that a step that always fails does not block the others.
+
+    Attributes:
+        under_way: The step that is being drained, or None.
+    """
+
+    def __init__(self, most_waiting: int) -> None:
+        self._most = most_waiting
+        self._failures: dict[int, int] = {}
+        self._tries = 0
+        self.under_way: int | None = None
+
+    def __contains__(self, step: int) -> bool:
+        return step in self._failures or step == self.under_way
+
+    @property
+    def waiting(self) -> list[int]:
+        """The steps that wait, the newest first."""
+        return sorted(self._failures, reverse=True)
+
+    @property
+    def left(self) -> list[int]:
+        """The steps that wait or are under way, the newest first."""
+        under_way = set() if self.under_way is None else {self.under_way}
+        return sorted(self._failures.keys() | under_way, reverse=True)
+
+    @property
+    def is_too_long(self) -> bool:
+        """True if more steps wait than allowed."""
+        return len(self._failures) > self._most
+
+    def add(self, step: int) -> None:
+        """Let a step wait, unless it does; a step under way is drained once more afterwards."""
+        self._failures.setdefault(step, 0)
+
+    @property
+    def order(self) -> list[int]:
+        """The steps that wait, in the order in which they are drained."""
+        return sorted(self._failures, key=lambda step: (self._failures[step], -step))
+
+    def begin(self, step: int) -> None:
+        """Take a waiting step for a drain."""
+        self._tries = self._failures.pop(step)
+        self.under_way = step
+
+    def fail(self) -> None:
+        """Let the step under way wait again, behind steps that failed less."""
+        self._tries += 1
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Let the step under way wait again, if there is one, without counting a failure."""
+        if self.under_way is not None:
+            self._failures[self.under_way] = self._tries
+        self.under_way = None
+
+    def end(self) -> None:
+        """Forget the step under way; steps that failed before may succeed now."""
+        self.under_way = None
+        self._failures = dict.fromkeys(self._failures, 0)
+
+    def give_up(self, pinned: Collection[int]) -> int | None:
+        """Forget the oldest step that is not pinned or under way, and return it.
+
+        None if not too many steps wait, or if there is no such step.
+        """
+        free = self._failures.keys() - {*pinned, self.under_way}
+        if not self.is_too_long or not free:
+            return None
+        oldest = min(free)
+        del self._failures[oldest]
+        return oldest
+
+
+def pause_after(failures: int) -> float:
+    """Return the seconds to wait after so many failures in a row, from 1 to 60."""
+    return min(_LONGEST_PAUSE_SECONDS, 2.0 ** min(failures - 1, _DOUBLINGS))
+
+
+class _LeasedStep(Struct):
+    """A step that is held; it has no lease while its root refuses one."""
+
+    step_dir: str
+    lease: PinLease | None = None
+
+
+class DrainLeases:
+    """Pin leases on steps of one root."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._seconds = min(_LEASE_SECONDS, storage.traits.lease_seconds)
+        self._leased: dict[int, _LeasedStep] = {}
+
+    async def take(self, step: int, step_dir: str) -> bool:
+        """Hold a step until it is dropped; return False if the step is not there.
+
+        A root that refuses is asked again at the next renewal.
+        """
+        if step in self._leased:
+            return True
+        leased = self._leased[step] = _LeasedStep(step_dir)
+        is_there = False
+        try:
+            is_there = await self._lease(step, leased)
+        finally:
+            if not is_there:
+                self._leased.pop(step, None)
+        return is_there
+
+    async def drop(self, step: int) -> None:
+        leased = self._leased.pop(step, None)
+        if leased is not None and leased.lease is not None:
+            await leased.lease.drop()
+
+    async def drop_all(self) -> None:
+        """Release all steps, even when cancelled."""
+        with anyio.CancelScope(shield=True):
+            for step in list(self._leased):
+                await self.drop(step)
+
+    async def renew(self) -> None:
+        """Renew all leases until cancelled."""
+        while True:
+            await anyio.sleep(self._seconds / _RENEWALS)
+            for step, leased in list(self._leased.items()):
+                try:
+                    if leased.lease is None or not await leased.lease.renew():
+                        await self._lease(step, leased)
+                except StorageError as error:
+                    logger.debug("the hold on step %d was not renewed: %s", step, error)
+
+    async def _lease(self, step: int, leased: _LeasedStep) -> bool:
+        """Put a lease on a step; return False if the step is not there."""
+
+        async def look() -> bool | None:
+            return await self._storage.exists(leased.step_dir) or None
+
+        try:
+            found = await hold(self._storage, step, look, seconds=self._seconds)
+        except StorageError as error:
+            logger.debug("step %d is not held in %s: %s", step, self._storage.location, error)
+            return True
+        leased.lease = None if found is None else found[0]
+        if leased.lease is not None and self._leased.get(step) is not leased:
+            # The step was dropped meanwhile.
+            await leased.lease.drop()
+        return found is not None

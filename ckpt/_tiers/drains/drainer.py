@@ -22,8 +22,7 @@ from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._conversion.copies.steps import refuse_same
 from ckpt._redaction import redact
 from ckpt._steps.pins import pins
-from ckpt._tiers.drains.drain import DrainResult, drain_step
-from ckpt._tiers.drains.drain_backlog import DrainBacklog, DrainLeases, pause_after
+from ckpt._tiers.drains.drain import DrainBacklog, DrainLeases, DrainResult, drain_step, pause_after
 from ckpt.errors import InvalidArgumentError, StorageError, located
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage

@@ -16,18 +16,19 @@ from msgspec import Struct
 from ckpt._conversion.copies.step_copy import ByteCounter, Pace, StepCopier
 from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._tiers.drains import join_notes as times
-from ckpt._tiers.drains.drain import DrainResult
-from ckpt._tiers.drains.drain_backlog import DrainBacklog
+from ckpt._tiers.drains.drain import DrainBacklog, DrainResult
 from ckpt._tiers.drains.drainer import DrainRoute
 from ckpt._tiers.drains.join_notes import (
     JoinInProgress,
     JoinNotes,
+    JoinPart,
     JoinState,
     Kind,
     PartNote,
+    read_part,
+    save_at,
     silent_error,
 )
-from ckpt._tiers.drains.join_part import JoinPart, read_part, save_at
 from ckpt.errors import (
     CorruptCheckpointError,
     StepDeletedError,

@@ -23,21 +23,22 @@ from ckpt._conversion.copies.steps import copy_pins
 from ckpt._engine.save.republication import republish
 from ckpt._format.manifest import Manifest, sizes
 from ckpt._format.manifest_head import FILE_NAME
-from ckpt._runtime.tasks import for_each
+from ckpt._runtime.futures import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tiers.drains import join_notes as times
-from ckpt._tiers.drains.drain import DrainResult, Outcome
-from ckpt._tiers.drains.drain_backlog import DrainBacklog
+from ckpt._tiers.drains.drain import DrainBacklog, DrainResult, Outcome
 from ckpt._tiers.drains.drainer import DrainRoute, MakeStrategy, TransferStrategy
 from ckpt._tiers.drains.follower import Follower
 from ckpt._tiers.drains.join_notes import (
     JoinInProgress,
     JoinNotes,
+    JoinPart,
     PartNote,
     decode_refusal,
+    read_part,
+    save_at,
     silent_error,
 )
-from ckpt._tiers.drains.join_part import JoinPart, read_part, save_at
 from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -52,7 +53,7 @@ from ckpt.storage._base import Attempt
 from ckpt.storage._manifests import note_branch, read_manifest
 
 if TYPE_CHECKING:
-    from ckpt._conversion.assembly.assembled_step import AssembledStep
+    from ckpt._conversion.assembled_step import AssembledStep
 
 logger = logging.getLogger("ckpt")
 
@@ -60,7 +61,7 @@ logger = logging.getLogger("ckpt")
 def _assemble_step(first: Manifest, reports: Sequence[bytes], attempt: Attempt) -> AssembledStep:
     """Assemble the step that an attempt will become, in a thread; see `assemble_step`."""
     # Imported here, since an agent does without jax until there is something to join.
-    from ckpt._conversion.assembly.assembled_step import AssemblyTarget, assemble_step
+    from ckpt._conversion.assembled_step import AssemblyTarget, assemble_step
 
     return assemble_step(
         first, reports, AssemblyTarget(attempt.step_dir, attempt.id, attempt.folder)

@@ -1,7 +1,12 @@
-"""The pass over arrays on their devices: begun before the caller goes on, and read afterwards.
+"""Kernels of vital signs: one pass over the shards of an array, each on its own device.
 
-The kernels are in the queues of the devices when `begin_pass` returns, so from then on the caller
-may donate its arrays. The results are a few bytes for each chunk, fetched on demand.
+A kernel computes the same signs as `ckpt._vitals` on the host, with numbers of 32 bits only. All
+sums over a value are one reduction with several results, so memory is read once. No device waits
+for another: the host adds up the sums of the shards.
+
+The pass over arrays on their devices: begun before the caller goes on, and read afterwards. The
+kernels are in the queues of the devices when `begin_pass` returns, so from then on the caller may
+donate its arrays. The results are a few bytes for each chunk, fetched on demand.
 """
 
 from __future__ import annotations
@@ -10,29 +15,286 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from msgspec import Struct
+from jax import lax
+from msgspec import Struct, field
 
 from ckpt._engine.memory.staging import shards_of
 from ckpt._format.regions import Region, Shape, addressable_regions, chunk_grid, position_in_grid
 from ckpt._plan.chunking import LeafPlan, holders_of
+from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import SignsPlace
-from ckpt._vitals.extension.kernels import (
-    KERNEL_DTYPES,
-    LARGE_SCALE,
-    SMALL_SCALE,
-    KernelKey,
-    Kernels,
-    is_run,
-)
 from ckpt._vitals.extension.merged_signs import first_names
-from ckpt._vitals.records import COPY, SIGNS, Array, no_copies
+from ckpt._vitals.fingerprint import CHANNELS, COLUMN_BITS, COLUMNS, seed
+from ckpt._vitals.signs import COPY, SIGNS, Array, no_copies
 
 logger = logging.getLogger("ckpt")
+
+# Most memory that a kernel may need for itself: this part of a shard's memory, and a little.
+_SCRATCH_SHARE, _SCRATCH_BYTES = 8, 4 << 20
+_AXIS = "shards"
+
+# Squares of 32-bit floats overflow or vanish. So values are summed up in three ranges, of which the
+# outer two are scaled: J. L. Blue, "A portable Fortran program to find the Euclidean norm of a
+# vector", ACM Transactions on Mathematical Software 4 (1978).
+_SMALL, _LARGE = 2.0**-60, 2.0**50
+SMALL_SCALE, LARGE_SCALE = 2.0**100, 2.0**-80
+# Bit pattern of the least 32-bit float, without its sign, that is not finite.
+_NOT_FINITE = 0x7F800000
+# Values that are added up before their sum is added to others. Equal values lose the most
+# precision: the norm of four million is off by 2e-5 with runs of 4096, and by 5e-6 with these,
+# whose sums take 5 % of the memory of the narrowest floats.
+_RUN = 512
+# Weight of each part of a word in the folded word, by its place.
+_PARTS = (1, 1 << 8, (1 << 16) + 1, (1 << 24) + (1 << 8))
+
+# Dtypes that the kernel takes, with the integers of their width.
+KERNEL_DTYPES: dict[str, Any] = {
+    "float32": jnp.uint32,
+    "bfloat16": jnp.uint16,
+    "float16": jnp.uint16,
+    "float8_e4m3fn": jnp.uint8,
+    "float8_e5m2": jnp.uint8,
+}
+
+
+class KernelKey(Struct, frozen=True):
+    """The properties that a kernel is compiled for.
+
+    Attributes:
+        devices: The devices of the shards, in the order of the shards.
+        shard: Shape of a shard.
+        dtype: Name of the dtype.
+        chunk: Shape of a chunk, which must be consecutive memory of a shard; see `is_run`.
+        offsets: The first corner of each shard in its array.
+    """
+
+    devices: tuple[Any, ...]
+    shard: tuple[int, ...]
+    dtype: str
+    chunk: tuple[int, ...]
+    offsets: tuple[tuple[int, ...], ...]
+
+    def sharding(self) -> jax.sharding.NamedSharding:
+        """Return the sharding of the shards as one array: side by side along its first axis."""
+        return _side_by_side(self.devices)
+
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the shards as one array."""
+        first, *others = self.shard
+        return (first * len(self.devices), *others)
+
+
+class Kernels(Struct):
+    """The compiled kernels of a manager. Used by one save at a time.
+
+    A kernel is a function of an array whose first axis is divided over devices, so that each has
+    its shard. It returns the results of `chunk_sums` for all devices: `[devices, chunks, n]`.
+
+    Attributes:
+        wanted: Kernels that a save could have used, and that are to be compiled after it.
+    """
+
+    _known: dict[KernelKey, Any] = field(default_factory=dict)
+    wanted: dict[KernelKey, None] = field(default_factory=dict)
+    _compiling: bool = False
+
+    def find(self, key: KernelKey) -> Any | None:
+        """Return a kernel; None if it is not compiled."""
+        return self._known.get(key)
+
+    def give_up(self, key: KernelKey) -> None:
+        """Never use a kernel again, since it cannot run on the arrays that it was made for."""
+        self._known[key] = None
+
+    def missing(self, keys: Iterable[KernelKey]) -> list[KernelKey]:
+        """Return the keys that were never compiled."""
+        return [key for key in dict.fromkeys(keys) if key not in self._known]
+
+    async def compile_wanted(self, goes_on: Callable[[], bool]) -> None:
+        """Compile kernels that saves wanted, while `goes_on` returns True; on the engine's loop.
+
+        Returns at once if another call is doing this already.
+        """
+        if self._compiling:
+            return
+        self._compiling = True
+        try:
+            while self.wanted and goes_on():
+                # Removed only when compiled, so that a save meanwhile does not want it again.
+                key = next(iter(self.wanted))
+                await run_in_thread(self.compile, key)
+                del self.wanted[key]
+        finally:
+            self._compiling = False
+
+    def compile(self, key: KernelKey) -> None:
+        """Compile a kernel, which takes some tenths of a second. If that fails, there is none."""
+        if key in self._known:
+            return
+        kernel = None
+        try:
+            kernel = _compiled(key)
+        except Exception as error:
+            logger.warning(
+                "no kernel of vital signs for %s%s on %s: they are taken on the host (%s)",
+                key.dtype,
+                list(key.shard),
+                key.devices[0],
+                error,
+            )
+        self._known[key] = kernel
+
+
+@functools.lru_cache(maxsize=64)
+def _side_by_side(devices: tuple[Any, ...]) -> jax.sharding.NamedSharding:
+    mesh = jax.sharding.Mesh(np.array(devices), (_AXIS,))
+    spec = jax.sharding.PartitionSpec(_AXIS)  # type: ignore[no-untyped-call]
+    return jax.sharding.NamedSharding(mesh, spec)
+
+
+def _compiled(key: KernelKey) -> Any | None:
+    """Return a compiled kernel; None if it would use much memory of its own."""
+    sharding = key.sharding()
+
+    def sums(shard: jax.Array) -> tuple[jax.Array, jax.Array]:
+        offset = jnp.array(key.offsets, jnp.uint32)[lax.axis_index(_AXIS)]
+        return chunk_sums(shard, offset, key.chunk)
+
+    mapped = jax.shard_map(
+        sums,
+        mesh=sharding.mesh,
+        in_specs=sharding.spec,
+        out_specs=(sharding.spec, sharding.spec),
+    )
+    shards = jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+        key.shape(), jnp.dtype(key.dtype), sharding=sharding
+    )
+    kernel = jax.jit(mapped).lower(shards).compile()
+    memory = kernel.memory_analysis()
+    nbytes = shards.dtype.itemsize * math.prod(key.shard)
+    # Not all backends report their memory.
+    scratch = 0 if memory is None else memory.temp_size_in_bytes
+    return kernel if scratch <= nbytes // _SCRATCH_SHARE + _SCRATCH_BYTES else None
+
+
+def is_run(chunk: Sequence[int], shard: Sequence[int]) -> bool:
+    """Return True if a chunk is consecutive memory of a shard: cut along its first axes only."""
+    cut = next((axis for axis, n in enumerate(chunk) if n > 1), len(chunk))
+    return tuple(chunk[cut + 1 :]) == tuple(shard[cut + 1 :])
+
+
+def chunk_sums(
+    shard: jax.Array, offset: jax.Array, chunk: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Return the sums over each chunk of a shard, in C order.
+
+    Args:
+        shard: The shard.
+        offset: `[rank] uint32`, its first corner in its array.
+        chunk: Shape of a chunk, which must be consecutive memory of a shard; see `is_run`.
+
+    Returns:
+        `[1, chunks, 3] uint32`, the two channels of the fingerprint and the number of values that
+        are not finite; and `[1, chunks, 4] float32`, the sums of the squares of small, middle and
+        large values, and the largest value.
+    """
+    values = jnp.abs(shard.astype(jnp.float32))
+    # Compared as integers, since a comparison of floats may take small ones for 0.
+    is_finite = lax.bitcast_convert_type(values, jnp.uint32) < jnp.uint32(_NOT_FINITE)
+    values = jnp.where(is_finite, values, 0)
+    is_small, is_large = values < _SMALL, values > _LARGE
+    words = _folded(shard) * _row_factors(offset, shard.shape[:-1])
+    columns = _column_factors(offset[-1], shard.shape, shard.dtype.itemsize)
+    found = _reduced(
+        (
+            *(words * columns[channel] for channel in range(CHANNELS)),
+            (~is_finite).astype(jnp.uint32),
+            jnp.square(jnp.where(is_small, values * SMALL_SCALE, 0)),
+            jnp.square(jnp.where(is_small | is_large, 0, values)),
+            jnp.square(jnp.where(is_large, values * LARGE_SCALE, 0)),
+            values,
+        ),
+        chunk,
+    )
+    counts, squares = found[: CHANNELS + 1], found[CHANNELS + 1 :]
+    return jnp.stack(counts, axis=-1)[None], jnp.stack(squares, axis=-1)[None]
+
+
+def _reduced(operands: Sequence[jax.Array], chunk: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Add up arrays chunk by chunk, but take the maximum of the last one; `[chunks]` each.
+
+    Values are added up in runs, then the sums of the runs, and so on: a long sum of floats would
+    lose its last terms.
+    """
+
+    def join(one: Sequence[jax.Array], two: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        *added, largest = zip(one, two, strict=True)
+        return (*(a + b for a, b in added), jnp.maximum(*largest))
+
+    zeros = tuple(np.zeros((), each.dtype) for each in operands)
+    # The last chunk along an axis may be shorter.
+    past = [(0, -length % n) for length, n in zip(operands[0].shape, chunk, strict=True)]
+    found = tuple(jnp.pad(each, past).reshape(-1, math.prod(chunk)) for each in operands)
+    while True:
+        chunks, length = found[0].shape
+        run = min(length, _RUN)
+        padded = (jnp.pad(each, ((0, 0), (0, -length % run))) for each in found)
+        runs = tuple(each.reshape(chunks, -1, run) for each in padded)
+        # One reduction, so that nothing is computed twice.
+        found = tuple(lax.reduce(runs, zeros, join, (2,)))
+        if found[0].shape[1] == 1:
+            return tuple(each[:, 0] for each in found)
+
+
+def _folded(shard: jax.Array) -> jax.Array:
+    """Return each element's contribution to its folded word, except for its place in the word."""
+    integers = lax.bitcast_convert_type(shard, KERNEL_DTYPES[shard.dtype.name])
+    words: jax.Array = integers.astype(jnp.uint32)
+    if shard.dtype.itemsize == 4:
+        words += words >> 16
+    return words
+
+
+def _column_factors(first: jax.Array, shape: Sequence[int], itemsize: int) -> jax.Array:
+    """Return the weights of elements along the last dimension; `[2, elements]`."""
+    dimension = len(shape) - 1
+    elements = first + lax.iota(jnp.uint32, shape[-1])
+    words, part = elements // (4 // itemsize), elements % (4 // itemsize)
+    shared = jnp.array(_PARTS[::itemsize], jnp.uint32)[part]
+    shared *= _high_factors(words >> COLUMN_BITS, dimension)
+    lower = words & (COLUMNS - 1)
+    return jnp.stack([_odd(lower, dimension, channel) * shared for channel in range(CHANNELS)])
+
+
+def _row_factors(offset: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Return the factors of rows, in the shape of the outer dimensions and a last one of 1."""
+    along = jnp.ones((*shape, 1), jnp.uint32)
+    for dimension, length in enumerate(shape):
+        indexes = offset[dimension] + lax.iota(jnp.uint32, length)
+        factors = _odd(indexes & (COLUMNS - 1), dimension, 2)
+        factors *= _high_factors(indexes >> COLUMN_BITS, dimension)
+        along *= factors.reshape(length, *[1] * (len(shape) - dimension))
+    return along
+
+
+def _high_factors(high: jax.Array, dimension: int) -> jax.Array:
+    return jnp.where(high > 0, _odd(high, dimension, 3), 1)
+
+
+def _odd(digits: jax.Array, dimension: int, table: int) -> jax.Array:
+    """Return an odd number for each digit, the same as `ckpt._vitals.fingerprint`."""
+    x = digits + jnp.uint32(seed(dimension, table))
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    mixed: jax.Array = (x ^ (x >> 16)) | jnp.uint32(1)
+    return mixed
+
 
 # Smallest shard for a kernel: small shards are many, and the host takes small arrays together.
 _LEAST_BYTES = 1 << 20

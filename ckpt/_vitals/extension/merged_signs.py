@@ -10,8 +10,7 @@ import numpy as np
 from ckpt._format.leaf_table import LeafTable
 from ckpt._format.manifest import ItemEntry
 from ckpt._plan.item_reports import MergedNotes
-from ckpt._vitals.records import Array, no_signs
-from ckpt._vitals.signs import join_signs
+from ckpt._vitals.signs import Array, join_signs, no_signs
 
 logger = logging.getLogger("ckpt")
 

@@ -1,28 +1,31 @@
-"""A check of restored arrays against the vital signs in their step.
+"""A check of what was restored or verified against the vital signs in its step.
 
-Digests prove the bytes in host memory. This check proves the values on the devices, on every one of
-them, however the array was cut when it was saved.
+A check of restored arrays against the vital signs in their step. Digests prove the bytes in host
+memory. This check proves the values on the devices, on every one of them, however the array was cut
+when it was saved.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from msgspec import Struct, field
 
 from ckpt._engine.memory.staging import host_bytes, shards_of
-from ckpt._format.dtypes import parse_dtype
-from ckpt._format.leaf_table import LeafTable, has_notes, signs_at
+from ckpt._format.array_format import parse_dtype
+from ckpt._format.chunk_locations import ChunkLocation, region_of
+from ckpt._format.leaf_table import LeafEntry, LeafTable, has_notes, signs_at
+from ckpt._format.manifest import Manifest
 from ckpt._format.regions import Region, addressable_regions, whole
 from ckpt._plan.targets import ArrayRead
-from ckpt._vitals.extension.device_pass import can_be_passed, joined, key_of, signs_records
-from ckpt._vitals.extension.kernels import Kernels
+from ckpt._vitals.extension.device_pass import Kernels, can_be_passed, joined, key_of, signs_records
 from ckpt._vitals.extension.merged_signs import first_names
-from ckpt._vitals.records import SIGNS, Array, signs_of
-from ckpt._vitals.signs import box_signs, join_signs
+from ckpt._vitals.fingerprint import BoxFingerprint
+from ckpt._vitals.signs import SIGNS, Array, box_signs, join_signs, signs_of
 from ckpt.errors import DeviceMismatchError, InvalidArgumentError
 
 logger = logging.getLogger("ckpt")
@@ -131,3 +134,45 @@ def _records(data: Any, regions: Sequence[tuple[Region, list[int]]], kernels: Ke
             dtype = np.dtype(part.dtype)
             records[position] = box_signs(host_bytes(part), region.offset, region.shape, dtype, len)
     return records
+
+
+class _LeafSums(Struct):
+    chunks: int = 0
+    one: int = 0
+    two: int = 0
+
+
+class ReadFingerprints(Struct):
+    """The sums of the chunks that were read and have the right digests, by item and leaf."""
+
+    _leaves: dict[tuple[str, int], _LeafSums] = field(default_factory=dict)
+
+    def of_chunk(self, leaf: LeafEntry, place: ChunkLocation) -> BoxFingerprint | None:
+        """Return an object that fingerprints a chunk; None if its leaf has no fingerprint."""
+        if leaf.vital_signs is None:
+            return None
+        region = region_of(leaf, place.number)
+        return BoxFingerprint(region.offset, region.shape, parse_dtype(leaf.dtype).itemsize)
+
+    def add(self, item: str, chunks: Iterable[tuple[int, tuple[int, int]]]) -> None:
+        """Add the sums of the chunks of one file of an item, with the numbers of their leaves."""
+        for leaf, (one, two) in chunks:
+            found = self._leaves.setdefault((item, leaf), _LeafSums())
+            found.chunks += 1
+            found.one += one
+            found.two += two
+
+    def problems(self, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
+        """Yield item, leaf and fault of leaves with right bytes and a wrong fingerprint."""
+        for (item, number), sums in self._leaves.items():
+            leaf = manifest.items[item].leaves[number]
+            # Unread or damaged leaves are reported elsewhere.
+            if leaf.vital_signs is None or sums.chunks < len(leaf.digests):
+                continue
+            found = f"{sums.two & 0xFFFFFFFF:08x}{sums.one & 0xFFFFFFFF:08x}"
+            if found != leaf.vital_signs.fingerprint:
+                message = (
+                    f"its fingerprint is {leaf.vital_signs.fingerprint} there, and that of its "
+                    f"bytes is {found}; its digests are right, so its vital signs are wrong"
+                )
+                yield item, leaf.name, message

@@ -1,19 +1,25 @@
 """Vital signs as an extension of saves: `SignsOfManager`, `SignsOfSave` and `SignsOfItem`.
 
 They are a `ChunkExtension`, and what it makes for a save and for an item of it.
+
+Frozen leaves: leaves that the user declares unchanged, checked on their devices. No result depends
+on that declaration: it only selects the leaves that are worth a check before they are copied from
+their devices.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckpt._format.dtypes import DTYPES
+from ckpt._arguments import invalid
+from ckpt._format.array_format import DTYPES
 from ckpt._format.manifest import ItemEntry, Manifest, Node
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import ChunkNotes, ItemReport
@@ -21,18 +27,107 @@ from ckpt._plan.write_batches import Chunk, WriteBatch
 from ckpt._redaction import redact
 from ckpt._settings import SignsPlace
 from ckpt._tree.boxes import unboxed_names
-from ckpt._tree.patterns import Pattern
-from ckpt._tree.suggestions import near_miss
-from ckpt._vitals.extension.device_pass import DevicePass, begin_pass
-from ckpt._vitals.extension.frozen_leaves import changed_leaves, covered, unchanged_leaves
-from ckpt._vitals.extension.kernels import Kernels
+from ckpt._tree.leaf_names import Pattern, compile_pattern, near_miss
+from ckpt._vitals.extension.device_pass import DevicePass, Kernels, begin_pass
 from ckpt._vitals.extension.merged_signs import NAME, first_names, warn_of_unequal
-from ckpt._vitals.records import SIGNS, Array, no_copies, no_signs
-from ckpt._vitals.signs import Taker, box_signs, whole_signs
+from ckpt._vitals.signs import SIGNS, Array, Taker, box_signs, no_copies, no_signs, whole_signs
 from ckpt._vitals.stored_signs import nonfinite_leaves
 from ckpt.errors import InvalidArgumentError
 
 logger = logging.getLogger("ckpt")
+# Only exact signs can prove equality; norms depend on the order of summation.
+_EXACT = ("fingerprint", "nonfinite", "absmax")
+
+
+@functools.lru_cache(maxsize=16)
+def covered(patterns: tuple[Pattern, ...], paths: tuple[str, ...]) -> Sequence[int]:
+    """Return the numbers of the paths that patterns cover."""
+    # Cached: every save of a run asks for the same, while its caller waits.
+    return tuple(
+        number
+        for number, path in enumerate(paths)
+        if any(pattern.covers(path) for pattern in patterns)
+    )
+
+
+def frozen_patterns(frozen: object) -> tuple[Pattern, ...]:
+    """Return the patterns in `frozen` of `VitalSigns`.
+
+    Raises:
+        InvalidArgumentError: The argument has no patterns of leaf paths.
+    """
+    expected = "a pattern of leaf paths, such as 'base.**', or a list of them"
+    if not isinstance(frozen, Iterable) or isinstance(frozen, bytes):
+        raise invalid("frozen", frozen, expected, of="VitalSigns")
+    texts = [frozen] if isinstance(frozen, str) else list(frozen)
+    for text in texts:
+        if not isinstance(text, str):
+            raise invalid("frozen", text, expected, of="VitalSigns")
+    return tuple(map(compile_pattern, texts))
+
+
+def changed_leaves(numbers: Sequence[int], before: ItemReport, after: ItemReport) -> list[int]:
+    """Return the leaves whose bytes differ between two reports of the same plan.
+
+    Args:
+        numbers: The leaves to compare.
+        before: The report of the step before.
+        after: The report of this step.
+    """
+    known = _digests(numbers, before)
+    found = _digests(numbers, after)
+    return sorted({key[0] for key, own in found.items() if known.get(key) != own})
+
+
+def _digests(numbers: Sequence[int], report: ItemReport) -> dict[tuple[int, int], bytes]:
+    places = np.flatnonzero(np.isin(report.rows["leaf"], list(numbers)))
+    rows: Array = report.rows[places]
+    keys = zip(rows["leaf"].tolist(), rows["number"].tolist(), strict=True)
+    return dict(zip(keys, map(bytes, report.digests[places]), strict=True))
+
+
+def unchanged_leaves(
+    candidates: Collection[int],
+    place: SignsPlace,
+    plans: Sequence[LeafPlan],
+    leaves: Sequence[Any],
+    before: ItemReport,
+    kernels: Kernels,
+) -> list[int]:
+    """Return the leaves whose chunks all have the vital signs that they had in the step before.
+
+    Waits for the devices. Leaves whose signs the devices do not take are left out, and so are
+    leaves whose earlier signs are unknown.
+
+    Args:
+        candidates: Numbers of the leaves to check.
+        place: Place where vital signs are taken.
+        plans: The plans of all leaves.
+        leaves: The leaves.
+        before: The report of this process on the step before.
+        kernels: The kernels compiled so far.
+    """
+    notes = before.notes.get(NAME)
+    if notes is None:
+        return []
+    others = set(range(len(plans))) - set(candidates)
+    passed = begin_pass(place, plans, leaves, others, kernels)
+    found = []
+    # Digests find unchanged leaves among the others.
+    for leaf in sorted(passed.looked_at):
+        places = np.flatnonzero(before.rows["leaf"] == leaf)
+        numbers = before.rows["number"][places].tolist()
+        records = [passed.record(leaf, number) for number in numbers]
+        pairs = zip(records, notes.records[places], strict=True)
+        if records and all(
+            own is not None
+            and known["norm"] >= 0
+            and all((own[name] == known[name]).all() for name in _EXACT)
+            for own, known in pairs
+        ):
+            found.append(leaf)
+    return found
+
 
 # Most leaves that a warning names.
 _NAMED = 5

@@ -6,10 +6,10 @@ import click
 
 from ckpt._redaction import redact
 from ckpt._settings import IfTaken
+from ckpt._tree.table import format_bytes
 from ckpt.cli import options
 from ckpt.cli.conversions import WrittenCheckpoint
 from ckpt.cli.output import printable, show
-from ckpt.cli.text import format_bytes
 
 
 @click.command()

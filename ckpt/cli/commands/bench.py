@@ -15,16 +15,18 @@ from typing import Any
 import click
 from msgspec import Struct
 
-from ckpt._inspection.machine.disk import direct_io, file_system_of
-from ckpt._inspection.machine.limits import memory_limit
-from ckpt._inspection.machine.raw_rates import RawFile, drop_from_cache
-from ckpt._inspection.machine.scratch import scratch_folder
+from ckpt._inspection.disk import (
+    RawFile,
+    direct_io,
+    drop_from_cache,
+    file_system_of,
+    scratch_folder,
+)
+from ckpt._inspection.machine import memory_limit
+from ckpt._tree.table import format_bytes
 from ckpt.cli import options
-from ckpt.cli.durations import ByteSize, rate_text, seconds_text
-from ckpt.cli.live_line import LiveLine
-from ckpt.cli.output import printable, show
-from ckpt.cli.tables import table
-from ckpt.cli.text import count_text, format_bytes
+from ckpt.cli.output import ByteSize, count_text, printable, rate_text, seconds_text, show, table
+from ckpt.cli.progress import LiveLine
 from ckpt.errors import CheckpointError, InvalidArgumentError, StorageError
 from ckpt.storage._resolve import local_path
 

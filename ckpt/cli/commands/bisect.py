@@ -9,12 +9,10 @@ import click
 
 from ckpt._inspection.divergence import Divergence, find_run_divergence
 from ckpt._inspection.locations import root_at
-from ckpt._steps.unreadable import shortened
+from ckpt._steps.opened import shortened
 from ckpt.cli import exit_status, options
 from ckpt.cli.changes import NORMS, difference_lines
-from ckpt.cli.output import printable, show
-from ckpt.cli.tables import fields
-from ckpt.cli.text import count_text
+from ckpt.cli.output import count_text, fields, printable, show
 
 _MOST_REASONS = 8
 _ASSUMPTION = "the others are taken to be like their neighbours; see --in-order"

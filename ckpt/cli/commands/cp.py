@@ -21,10 +21,10 @@ from ckpt._inspection.locations import (
     step_path_of,
 )
 from ckpt._redaction import redact
+from ckpt._tree.table import format_bytes
 from ckpt.cli import exit_status, options
-from ckpt.cli.output import note, printable, show, show_lines
+from ckpt.cli.output import count_text, note, printable, show, show_lines
 from ckpt.cli.progress import ProgressLine, progress
-from ckpt.cli.text import count_text, format_bytes
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,

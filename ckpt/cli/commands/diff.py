@@ -14,8 +14,7 @@ from ckpt._inspection.values.read_differences import compare_values
 from ckpt._runtime.loop import call_once
 from ckpt.cli import exit_status, options
 from ckpt.cli.changes import NORMS, difference_lines
-from ckpt.cli.output import printable, show
-from ckpt.cli.text import count_text
+from ckpt.cli.output import count_text, printable, show
 
 
 @click.command()

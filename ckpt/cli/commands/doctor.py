@@ -9,14 +9,10 @@ from pathlib import Path
 import anyio
 import click
 
-from ckpt._inspection.machine.disk import disk
-from ckpt._inspection.machine.findings import Diagnosis, Finding, diagnosis
-from ckpt._inspection.machine.limits import limits
-from ckpt._inspection.machine.software import software
+from ckpt._inspection.disk import disk
+from ckpt._inspection.machine import Diagnosis, Finding, diagnosis, limits, software
 from ckpt.cli import exit_status, options
-from ckpt.cli.output import printable, show
-from ckpt.cli.tables import table
-from ckpt.cli.text import count_text
+from ckpt.cli.output import count_text, printable, show, table
 from ckpt.errors import CheckpointError, InvalidArgumentError
 from ckpt.storage._resolve import local_path, open_root
 
@@ -70,7 +66,7 @@ async def _last_step_bytes(directory: Path) -> int | None:
 
 async def _store(path: str) -> list[Finding]:
     # Imported only here, since this imports TensorStore.
-    from ckpt._inspection.machine.store import store
+    from ckpt._inspection.machine import store
 
     return [each async for each in store(open_root(path))]
 

@@ -11,10 +11,9 @@ import click
 from ckpt._inspection.locations import locate
 from ckpt._inspection.usage import OTHER, StorageUsage, UsageKey, UsageShare, usage_of
 from ckpt._runtime.loop import call_once
+from ckpt._tree.table import format_bytes
 from ckpt.cli import options
-from ckpt.cli.output import printable, show
-from ckpt.cli.tables import table
-from ckpt.cli.text import count_text, format_bytes
+from ckpt.cli.output import count_text, printable, show, table
 
 
 @click.command()

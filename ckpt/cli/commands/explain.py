@@ -10,18 +10,19 @@ import anyio
 import click
 
 from ckpt._inspection.locations import checkpoint_at
-from ckpt._inspection.restores.advice import LayoutAdvice, LeafReads
-from ckpt._inspection.restores.device_grid import Spec
 from ckpt._inspection.restores.explanation import explain_restore
-from ckpt._inspection.restores.placements import TargetMesh
-from ckpt._inspection.restores.records import ProcessReads, RestoreExplanation
+from ckpt._inspection.restores.placements import Spec, TargetMesh
+from ckpt._inspection.restores.read_volume import (
+    LayoutAdvice,
+    LeafReads,
+    ProcessReads,
+    RestoreExplanation,
+)
 from ckpt._settings import MIN_BUDGET_BYTES
-from ckpt._tree.item_leaves import leaf_of_item
+from ckpt._tree.leaf_names import leaf_of_item
+from ckpt._tree.table import format_bytes
 from ckpt.cli import options
-from ckpt.cli.durations import ByteSize
-from ckpt.cli.output import printable, show
-from ckpt.cli.tables import table
-from ckpt.cli.text import count_text, format_bytes
+from ckpt.cli.output import ByteSize, count_text, printable, show, table
 
 # Limits of the rows of costly arrays, and of the sentences of advice; JSON has all of them.
 _MOST_LEAVES = 10

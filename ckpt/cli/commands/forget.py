@@ -8,16 +8,13 @@ from collections.abc import Iterator
 import anyio
 import click
 
+from ckpt._inspection.kept_steps import ForgottenSteps, PlannedStep, forget_steps
 from ckpt._inspection.locations import root_at
-from ckpt._inspection.retention.kept_steps import ForgottenSteps, PlannedStep, forget_steps
+from ckpt._tree.table import format_bytes
 from ckpt.cli import options
-from ckpt.cli.durations import Duration
-from ckpt.cli.output import printable, show
-from ckpt.cli.tables import table
-from ckpt.cli.text import age_text, count_text, format_bytes
-from ckpt.keep._intervals import EverySeconds, EverySteps, Newer
+from ckpt.cli.output import Duration, age_text, count_text, printable, show, table
 from ckpt.keep._keep_policies import Any as AnyOf
-from ckpt.keep._keep_policies import KeepPolicyLike, Latest, Steps
+from ckpt.keep._keep_policies import EverySeconds, EverySteps, KeepPolicyLike, Latest, Newer, Steps
 from ckpt.keep._ranking import Best, Mode
 
 _BEST = re.compile(r"^(.+):(min|max)(?::([1-9][0-9]{0,8}))?\Z", re.DOTALL)

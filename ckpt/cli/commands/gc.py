@@ -8,12 +8,10 @@ from functools import partial
 import anyio
 import click
 
-from ckpt._inspection.retention.leftovers import Collection, Leftover, collect
+from ckpt._inspection.removals import Collection, Leftover, collect
+from ckpt._tree.table import format_bytes
 from ckpt.cli import options
-from ckpt.cli.durations import Duration
-from ckpt.cli.output import printable, show
-from ckpt.cli.tables import table
-from ckpt.cli.text import age_text, count_text, format_bytes
+from ckpt.cli.output import Duration, age_text, count_text, printable, show, table
 
 
 @click.command()

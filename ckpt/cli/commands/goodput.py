@@ -9,13 +9,16 @@ import click
 from msgspec import Struct
 
 from ckpt._inspection.locations import root_at
-from ckpt._inspection.times.save_costs import FACTOR, SaveCosts, SavePoint, Suggestion, save_costs
-from ckpt._inspection.times.save_times import times_of_root
+from ckpt._inspection.save_costs import (
+    FACTOR,
+    SaveCosts,
+    SavePoint,
+    Suggestion,
+    save_costs,
+    times_of_root,
+)
 from ckpt.cli import options
-from ckpt.cli.durations import Duration, seconds_text
-from ckpt.cli.output import printable, show
-from ckpt.cli.tables import fields, table
-from ckpt.cli.text import count_text
+from ckpt.cli.output import Duration, count_text, fields, printable, seconds_text, show, table
 
 # Each assumption is one line.
 _ASSUMPTIONS = [

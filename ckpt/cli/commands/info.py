@@ -9,12 +9,11 @@ import anyio
 import click
 import msgspec
 
+from ckpt._inspection.leaf_records import CheckpointSummary, DroppedSummary, ItemSummary, summarize
 from ckpt._inspection.locations import checkpoint_at
-from ckpt._inspection.summary import CheckpointSummary, DroppedSummary, ItemSummary, summarize
+from ckpt._tree.table import format_bytes
 from ckpt.cli import options
-from ckpt.cli.output import show
-from ckpt.cli.tables import fields
-from ckpt.cli.text import count_text, format_bytes, metric_text
+from ckpt.cli.output import count_text, fields, metric_text, show
 
 _MOST_NAMED = 5
 

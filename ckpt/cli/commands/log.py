@@ -7,11 +7,9 @@ from collections.abc import Iterator
 import anyio
 import click
 
-from ckpt._inspection.lineage import Ancestor, Lineage, LoggedStep, lineage_of
+from ckpt._inspection.listed_steps import Ancestor, Lineage, LoggedStep, lineage_of
 from ckpt.cli import options
-from ckpt.cli.output import printable, show
-from ckpt.cli.tables import table
-from ckpt.cli.text import count_text, metric_text
+from ckpt.cli.output import count_text, metric_text, printable, show, table
 
 # Libraries that the other ones are built on.
 _BELOW = ("python", "numpy", "tensorstore")

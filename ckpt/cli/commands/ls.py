@@ -9,10 +9,9 @@ import click
 
 from ckpt._inspection.listed_steps import ListedAttempt, ListedStep, RootListing, list_root
 from ckpt._inspection.locations import root_at
+from ckpt._tree.table import format_bytes
 from ckpt.cli import options
-from ckpt.cli.output import printable, show
-from ckpt.cli.tables import table
-from ckpt.cli.text import age_text, count_text, format_bytes, metric_text
+from ckpt.cli.output import age_text, count_text, metric_text, printable, show, table
 
 
 @click.command()

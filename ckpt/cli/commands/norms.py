@@ -9,11 +9,9 @@ import click
 
 from ckpt._inspection.locations import root_at
 from ckpt._inspection.norms import DEPTH, LEAST_STEPS, LayerNorms, NormReader, NormTable
-from ckpt._steps.unreadable import shortened
+from ckpt._steps.opened import shortened
 from ckpt.cli import options
-from ckpt.cli.output import printable, show
-from ckpt.cli.tables import table
-from ckpt.cli.text import count_text
+from ckpt.cli.output import count_text, printable, show, table
 
 # Number of layers with non-finite values that are named.
 _MOST_TOLD = 8

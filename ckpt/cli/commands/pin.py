@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import anyio
 import click
 
-from ckpt._inspection.retention.pinned_steps import PinChange, pin_at
+from ckpt._inspection.kept_steps import PinChange, pin_at
 from ckpt.cli import options
 from ckpt.cli.output import printable, show
 

@@ -8,10 +8,10 @@ from functools import partial
 import anyio
 import click
 
-from ckpt._inspection.retention.removals import DeletedStep, delete_steps
+from ckpt._inspection.removals import DeletedStep, delete_steps
+from ckpt._tree.table import format_bytes
 from ckpt.cli import options
 from ckpt.cli.output import printable, show
-from ckpt.cli.text import format_bytes
 
 
 @click.command()

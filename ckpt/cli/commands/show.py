@@ -10,12 +10,11 @@ from functools import partial
 import click
 
 from ckpt._inspection.locations import checkpoint_at
-from ckpt._inspection.values.shown_leaf import PrintedArray, ShownLeaf, show_leaf
-from ckpt._inspection.values.statistics import ArrayStatistics
+from ckpt._inspection.values.shown_leaf import ArrayStatistics, PrintedArray, ShownLeaf, show_leaf
 from ckpt._runtime.loop import call_once
+from ckpt._tree.table import format_bytes
 from ckpt.cli import options, output
-from ckpt.cli.tables import fields
-from ckpt.cli.text import count_text, format_bytes, takes
+from ckpt.cli.output import count_text, fields, takes
 
 # Fewer elements have no histogram.
 _LEAST_DRAWN = 10

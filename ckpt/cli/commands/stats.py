@@ -8,7 +8,7 @@ import anyio
 import click
 
 from ckpt._inspection.locations import Checkpoint, locate
-from ckpt._inspection.times.save_times import (
+from ckpt._inspection.save_costs import (
     NAMES,
     SaveStatisticsReport,
     StepTimes,
@@ -16,11 +16,9 @@ from ckpt._inspection.times.save_times import (
     times_of,
     times_of_root,
 )
+from ckpt._tree.table import format_bytes
 from ckpt.cli import options
-from ckpt.cli.durations import rate_text, seconds_text
-from ckpt.cli.output import printable, show
-from ckpt.cli.tables import fields, table
-from ckpt.cli.text import count_text, format_bytes
+from ckpt.cli.output import count_text, fields, printable, rate_text, seconds_text, show, table
 
 _MEANINGS = {
     "blocked": "the caller of save() waited",

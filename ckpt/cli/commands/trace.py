@@ -7,15 +7,11 @@ from collections.abc import Iterator
 import click
 from msgspec import Struct
 
-from ckpt._inspection.times.recorded_trace import RecordedTrace, read_trace
+from ckpt._inspection.followed_run import RecordedTrace, read_trace
 from ckpt.cli import options
-from ckpt.cli.durations import seconds_text
-from ckpt.cli.output import show
-from ckpt.cli.tables import fields
-from ckpt.cli.text import count_text
+from ckpt.cli.output import count_text, fields, seconds_text, show
 from ckpt.errors import InvalidArgumentError
-from ckpt.observers._tracing.intervals import measure
-from ckpt.observers._tracing.timeline import Timeline
+from ckpt.observers._tracing.timeline import Timeline, measure
 from ckpt.observers._tracing.trace import write_chrome
 
 

@@ -11,12 +11,10 @@ from msgspec import Struct
 
 from ckpt._inspection.leaf_records import LeafRecord, leaf_records
 from ckpt._inspection.locations import Checkpoint, checkpoint_at
-from ckpt._tree.patterns import compile_pattern
-from ckpt._tree.suggestions import near_miss
+from ckpt._tree.leaf_names import compile_pattern, near_miss
+from ckpt._tree.table import format_bytes
 from ckpt.cli import options
-from ckpt.cli.output import printable, show
-from ckpt.cli.tables import table
-from ckpt.cli.text import count_text, format_bytes
+from ckpt.cli.output import count_text, printable, show, table
 from ckpt.errors import InvalidArgumentError
 
 

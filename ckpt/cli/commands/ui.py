@@ -9,9 +9,9 @@ import anyio
 import click
 
 from ckpt._inspection.locations import RunRoot, root_at
+from ckpt._tree.table import format_bytes
 from ckpt.cli import options
-from ckpt.cli.output import note
-from ckpt.cli.text import count_text, format_bytes
+from ckpt.cli.output import count_text, note
 from ckpt.errors import CheckpointError, InvalidArgumentError
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -47,8 +47,7 @@ def ui(path: str, host: str, port: int, opens: bool, export: Path | None, steps:
 
 
 def _export(root: RunRoot, file: Path, most: int) -> None:
-    from ckpt.page.document import StaticData, single_page
-    from ckpt.page.records import RunReader, StepRecord
+    from ckpt.page.document import RunReader, StaticData, StepRecord, single_page
 
     async def read() -> StaticData:
         reader = RunReader(root)
@@ -73,9 +72,8 @@ def _export(root: RunRoot, file: Path, most: int) -> None:
 
 
 def _serve(root: RunRoot, host: str, port: int, *, opens: bool) -> None:
-    from ckpt.page.addresses import is_everywhere
-    from ckpt.page.records import RunReader
-    from ckpt.page.server import PageServer
+    from ckpt.page.document import RunReader
+    from ckpt.page.server import PageServer, is_everywhere
 
     if host not in _LOOPBACK:
         who = "everybody in the network" if is_everywhere(host) else f"whoever can reach {host}"

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 import anyio
 import click
 
-from ckpt._inspection.retention.removals import TrashedEntry, trashed_steps, undelete_step
+from ckpt._inspection.removals import TrashedEntry, trashed_steps, undelete_step
 from ckpt.cli import options
-from ckpt.cli.output import printable, show
-from ckpt.cli.tables import table
-from ckpt.cli.text import age_text
+from ckpt.cli.output import age_text, printable, show, table
 
 
 @click.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import click
 
-from ckpt._inspection.retention.pinned_steps import unpin_at
+from ckpt._inspection.kept_steps import unpin_at
 from ckpt.cli import options
 from ckpt.cli.commands.pin import pin_lines
 from ckpt.cli.output import show

@@ -11,11 +11,10 @@ import click
 import msgspec
 from msgspec import Struct
 
+from ckpt._tree.table import format_bytes
 from ckpt.cli import exit_status, options
-from ckpt.cli.durations import Duration
-from ckpt.cli.output import printable, show_json, show_lines
+from ckpt.cli.output import Duration, count_text, printable, show_json, show_lines
 from ckpt.cli.progress import progress
-from ckpt.cli.text import count_text, format_bytes
 
 if TYPE_CHECKING:
     from ckpt._engine.verify.report import VerifyReport
@@ -128,7 +127,7 @@ def _verified(
     timeout: float | None,
     as_json: bool,
 ) -> Verification:
-    from ckpt._engine.verify.file_selection import read_limits
+    from ckpt._engine.verify.report import read_limits
     from ckpt._inspection.verified_steps import verify_at
 
     with progress("verify") as line:

@@ -9,18 +9,20 @@ import time
 import anyio
 import click
 
-from ckpt._inspection.times.followed_run import (
-    FollowedRun,
-    GoneAttempt,
-    Look,
-    SeenAttempt,
-    SeenStep,
-)
+from ckpt._inspection.followed_run import FollowedRun, GoneAttempt, Look, SeenAttempt, SeenStep
+from ckpt._tree.table import format_bytes
 from ckpt.cli import exit_status, options
-from ckpt.cli.durations import Duration, rate_text, seconds_text
-from ckpt.cli.live_line import LiveLine
-from ckpt.cli.output import note, printable, show_json
-from ckpt.cli.text import count_text, format_bytes, metric_text
+from ckpt.cli.output import (
+    Duration,
+    count_text,
+    metric_text,
+    note,
+    printable,
+    rate_text,
+    seconds_text,
+    show_json,
+)
+from ckpt.cli.progress import LiveLine
 from ckpt.errors import InvalidArgumentError, StorageError
 from ckpt.storage._resolve import local_path
 

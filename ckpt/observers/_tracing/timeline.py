@@ -1,7 +1,12 @@
-"""The timeline: the phases of saves and restores, and the caller's own work, in time. Pure.
+"""Intervals of time and their arithmetic. Pure.
 
-The phase `end` is the whole of an operation, and is only used to tell one save of a step from the
-next. The phase `preempted` is not work: it is the time that would have been lost.
+An interval `(began, ended)` contains the instants from `began` up to, but not including, `ended`.
+It is empty if it ends no later than it began. The functions take intervals in any order,
+overlapping or not, and return them *merged*: ascending, not empty, not touching each other.
+
+The timeline: the phases of saves and restores, and the caller's own work, in time. Pure. The phase
+`end` is the whole of an operation, and is only used to tell one save of a step from the next. The
+phase `preempted` is not work: it is the time that would have been lost.
 
 A save has three instants. It *begins* when its first phase begins, or the caller's own `"blocked"`
 span around the call of `save()`. `save()` *returns*, and the caller goes on, at the end of that
@@ -16,7 +21,64 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt._events import Event
-from ckpt.observers._tracing.intervals import Interval, intersect, measure, merge
+
+Interval = tuple[int, int]
+
+
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of `intervals`."""
+    merged: list[Interval] = []
+    for began, ended in sorted(intervals):
+        if ended <= began:
+            continue
+        if merged and began <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], ended))
+        else:
+            merged.append((began, ended))
+    return merged
+
+
+def intersect(left: Iterable[Interval], right: Iterable[Interval]) -> list[Interval]:
+    """Return the intersection of the union of `left` with the union of `right`."""
+    ours, theirs = merge(left), merge(right)
+    common: list[Interval] = []
+    i = j = 0
+    while i < len(ours) and j < len(theirs):
+        began = max(ours[i][0], theirs[j][0])
+        ended = min(ours[i][1], theirs[j][1])
+        if began < ended:
+            common.append((began, ended))
+        # The interval that ends first overlaps nothing further on the other side.
+        if ours[i][1] < theirs[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def measure(intervals: Iterable[Interval]) -> int:
+    """Return the length of the union of `intervals`."""
+    return sum(ended - began for began, ended in merge(intervals))
+
+
+def pack(intervals: Iterable[Interval]) -> list[int]:
+    """Return for each interval the first row, counted from 0, that is free when it begins.
+
+    Intervals are placed in the order in which they begin, the longer of two first, so an interval
+    inside another one gets a row below it. An empty interval takes a place like any other.
+    """
+    numbered = list(enumerate(intervals))
+    numbered.sort(key=lambda each: (each[1][0], -each[1][1]))
+    rows = [0] * len(numbered)
+    free_from: list[int] = []
+    for number, (began, ended) in numbered:
+        row = next((i for i, free in enumerate(free_from) if free <= began), len(free_from))
+        if row == len(free_from):
+            free_from.append(began)
+        free_from[row] = max(began, ended)
+        rows[number] = row
+    return rows
+
 
 BLOCKED = "blocked"
 END = "end"

@@ -24,8 +24,7 @@ from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, peek
 from ckpt.errors import CheckpointError, StepDeletedError, StepExistsError
 from ckpt.storage._local import posix
 from ckpt.storage._local.data_files import write_block
-from ckpt.storage._local.leases import renew_lease, take_lease
-from ckpt.storage._local.sweep import attempt_name, lease_name, trash_name
+from ckpt.storage._local.leases import attempt_name, lease_name, renew_lease, take_lease, trash_name
 
 logger = logging.getLogger("ckpt")
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Literal, TypeVar, get_args
 
 from ckpt._arguments import invalid, one_of, true_or_false
+from ckpt.errors import CheckpointError, StorageError
 
+T = TypeVar("T")
 FileIo = Literal["direct", "tensorstore"]
 
 # With the set-group bit, all files belong to the group, whichever user makes them.
@@ -70,3 +75,29 @@ def _check_mode(mode: int | None) -> None:
         if type(mode) is int and re.fullmatch("7[0-7]{2}", str(mode)):
             what += f". Did you mean 0o{mode}?"
         raise invalid("permission_mode", mode, what, of="Local")
+
+
+def of_each(
+    what: str, top: str, names: Sequence[str], path: str, act: Callable[[str], T]
+) -> list[T]:
+    """Return the result of `act` for each step directory. An error names the step directory."""
+    found = []
+    for name in names:
+        try:
+            found.append(act(name))
+        except OSError:
+            with translated(what, Path(top, name, path)):
+                raise
+    return found
+
+
+@contextlib.contextmanager
+def translated(what: str, path: Path | str) -> Iterator[None]:
+    """Turn every `OSError` of the body into a `StorageError` that names the path."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StorageError(f"cannot {what} {path}: {reason}", errno=error.errno) from error

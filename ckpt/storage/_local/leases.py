@@ -1,9 +1,18 @@
-"""Leases: how a cleaner knows that the writer of an attempt is gone.
+"""Writers in a root: their leases, and the sweep, which removes the remains of dead ones.
 
-Beside an attempt there is a lease, a small file that its writer keeps locked as long as it lives.
-The lease says on which boot of which machine the writer runs, and how long it lasts. The writer
-renews it by touching it, so only the clock of the file system decides when it has expired. The
-functions block and raise `OSError`; docs/design/001-commit-protocol.md has the rule.
+Leases: how a cleaner knows that the writer of an attempt is gone. Beside an attempt there is a
+lease, a small file that its writer keeps locked as long as it lives. The lease says on which boot
+of which machine the writer runs, and how long it lasts. The writer renews it by touching it, so
+only the clock of the file system decides when it has expired. The functions block and raise
+`OSError`; docs/design/001-commit-protocol.md has the rule.
+
+The sweep, which removes the remains of dead writers in a root; names of unfinished things. A
+cleaner must never take an attempt away from a live writer, so it checks the attempt's lease. Then
+it renames the attempt. Either that rename or the one that publishes succeeds, never both. So a
+writer that is alive after all gets an error and never publishes half a step.
+
+No byte is removed before the rename that hides it is durable: otherwise a power cut could bring the
+name back without the bytes. The functions block and raise `OSError`.
 """
 
 from __future__ import annotations
@@ -14,15 +23,19 @@ import fcntl
 import json
 import os
 import platform
+import re
 import stat
 import time
+import uuid
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 from msgspec import Struct
 
 from ckpt._settings import LONGEST_LEASE_SECONDS
-from ckpt.storage._base import owner_of, time_in
+from ckpt.storage._base import AttemptEntry, owner_of, time_in
+from ckpt.storage._local.posix import fsync_directory, remove_tree
 
 _MAX_BYTES = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -180,3 +193,214 @@ def is_abandoned(lease: Lease, now: Callable[[], float]) -> bool:
     if lease.free and lease.is_local:
         return True
     return now() - lease.renewed > lease.seconds
+
+
+# Orbax skips every name that contains this, and lists it as unfinished.
+_MARK = ".orbax-checkpoint-tmp-"
+_TRASH = ".trash"
+_LEASE_PREFIX = ".ckpt-lease-"
+_PROBE_PREFIX = ".ckpt-clock-"
+_ATTEMPT = re.compile(re.escape(_MARK) + r"([0-9a-f]{32})(\.trash)?\Z")
+_LEASE = re.compile("^" + re.escape(_LEASE_PREFIX) + r"([0-9a-f]{32})\Z")
+_PROBE = re.compile("^" + re.escape(_PROBE_PREFIX) + r"[0-9a-f]{32}\Z")
+# Folders of notes, except those that Orbax names; see `notes`.
+_NOTES = re.compile(r"^\.ckpt-[a-z]+\Z")
+
+
+def attempt_name(step_dir: str, token: str) -> str:
+    return f"{step_dir}{_MARK}{token}"
+
+
+def lease_name(token: str) -> str:
+    return f"{_LEASE_PREFIX}{token}"
+
+
+def trash_name(name: str) -> str:
+    """Return the name under which the directory of an attempt is removed."""
+    return name if name.endswith(_TRASH) else f"{name}{_TRASH}"
+
+
+def is_unfinished(name: str) -> bool:
+    """Return True if a directory of that name is an attempt, trash, a probe or notes."""
+    return any((_ATTEMPT.search(name), _PROBE.match(name), _NOTES.match(name)))
+
+
+class _Unfinished(Struct):
+    """The contents of a root besides steps.
+
+    Attributes:
+        attempts: Names of attempts by id; None where only a lease is left.
+        trash: Attempts and steps that are being removed.
+        others: Folders that are of use only while they are not empty.
+    """
+
+    attempts: dict[str, str | None]
+    trash: list[str]
+    others: list[str]
+
+
+def _unfinished_in(root: Path) -> _Unfinished:
+    found = _Unfinished({}, [], [])
+    with contextlib.suppress(FileNotFoundError), os.scandir(root) as entries:
+        for each in entries:
+            name = each.name
+            if lease := _LEASE.match(name):
+                found.attempts.setdefault(lease[1], None)
+            elif "." not in name or not each.is_dir(follow_symlinks=False):
+                continue
+            elif match := _ATTEMPT.search(name):
+                if match[2]:
+                    found.trash.append(name)
+                else:
+                    found.attempts[match[1]] = name
+            elif _PROBE.match(name) or _NOTES.match(name):
+                found.others.append(name)
+    return found
+
+
+def attempts_in(root: Path) -> list[AttemptEntry]:
+    """Return the attempts in `root`, and what is being removed, without changing anything."""
+
+    @cache
+    def now() -> float:
+        # The clock of the store can be read only with permission to write.
+        try:
+            return store_time(root)
+        except OSError:
+            return time.time()
+
+    unfinished = _unfinished_in(root)
+    found = [
+        _entry_of_attempt(root, token, name, now) for token, name in unfinished.attempts.items()
+    ]
+    found += [_removal(root, name) for name in unfinished.trash]
+    return sorted(
+        (each for each in found if each is not None), key=lambda each: (each.step_dir, each.id)
+    )
+
+
+def _entry_of_attempt(
+    root: Path, token: str, name: str | None, now: Callable[[], float]
+) -> AttemptEntry | None:
+    """Return an attempt as it is listed; None if it is gone, or only a live writer's lease."""
+    lease = None
+    try:
+        with opened_lease(root / lease_name(token)) as lease:
+            is_live: bool | None = not _is_dead(root, name, lease, now)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        is_live = None
+    if name is None:
+        return None if lease is None or is_live is not False else AttemptEntry("", token, False)
+    step_dir = name.partition(_MARK)[0]
+    nbytes, left = _nbytes(root / name), name if is_live is False else ""
+    if lease is None:
+        return AttemptEntry(step_dir, token, is_live, nbytes=nbytes, directory=left)
+    age = None if lease.begun is None else max(time.time() - lease.begun, 0.0)
+    silent = max(now() - lease.renewed, 0.0) if lease.free is not False else None
+    owner = lease.owner
+    return AttemptEntry(step_dir, token, is_live, age, silent, nbytes, owner, directory=left)
+
+
+def _removal(root: Path, name: str) -> AttemptEntry:
+    step_dir, _, token = name.removesuffix(_TRASH).partition(_MARK)
+    nbytes = _nbytes(root / name)
+    return AttemptEntry(step_dir, token, False, nbytes=nbytes, is_removal=True)
+
+
+def _nbytes(directory: Path) -> int:
+    """Return the bytes of the files below a directory; files removed meanwhile do not count."""
+    total = 0
+    for path, _, files in os.walk(directory):
+        for file in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(path, file)).st_size
+    return total
+
+
+def sweep_root(root: Path) -> list[str]:
+    """Remove the remains of dead writers in `root`, and trash; return the removed names."""
+
+    @cache
+    def now() -> float:
+        return store_time(root)
+
+    found = _unfinished_in(root)
+    trash = found.trash
+    if trash and not _is_durable(root):
+        trash = []
+    swept = [name for name in trash if _removed(root / name)]
+    for token, attempt in found.attempts.items():
+        if _sweep(root, token, attempt, now):
+            swept.append(attempt or lease_name(token))
+    for name in found.others:
+        # An empty folder was left by a dead process; a live one makes it again. Notes stay.
+        with contextlib.suppress(OSError):
+            os.rmdir(root / name)
+    return swept
+
+
+def _sweep(root: Path, token: str, name: str | None, now: Callable[[], float]) -> bool:
+    """Remove an attempt, or the lease of one that is gone, unless it may have a live writer."""
+    # Opened by its name, since the listing may show an attempt and miss its lease.
+    path = root / lease_name(token)
+    try:
+        with opened_lease(path) as lease:
+            if not _is_dead(root, name, lease, now):
+                return False
+            if name is not None:
+                trash = root / trash_name(name)
+                os.rename(root / name, trash)
+                fsync_directory(root)
+                if not _removed(trash):
+                    return False
+            if lease is not None:
+                os.unlink(path)
+    except OSError:
+        return False
+    return True
+
+
+def _is_dead(root: Path, name: str | None, lease: Lease | None, now: Callable[[], float]) -> bool:
+    """Return True if the writer of an attempt is dead, or must be taken for dead."""
+    if lease is not None:
+        return is_abandoned(lease, now)
+    if name is None:
+        return False
+    return now() - os.lstat(root / name).st_mtime > WITHOUT_LEASE_SECONDS
+
+
+def _is_durable(root: Path) -> bool:
+    """Make the names in a root durable; the processes that made them may have died too early."""
+    try:
+        fsync_directory(root)
+    except OSError:
+        return False
+    return True
+
+
+def _removed(trash: Path) -> bool:
+    """Remove a directory without a living writer. Several cleaners may try at once."""
+    try:
+        remove_tree(trash)
+    except OSError:
+        return False
+    return True
+
+
+def store_time(root: Path) -> float:
+    """Return the time of the clock that stamps the files of `root`, in seconds."""
+    probe = root / f"{_PROBE_PREFIX}{uuid.uuid4().hex}"
+    try:
+        os.mkdir(probe)
+    except OSError:
+        # On a full disk, where a sweep would help, times can still be set.
+        os.utime(root)
+        return os.stat(root).st_mtime
+    try:
+        return os.lstat(probe).st_mtime
+    finally:
+        # Another cleaner may have removed it.
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(probe)

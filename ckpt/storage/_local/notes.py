@@ -21,7 +21,7 @@ from pathlib import Path
 from ckpt.storage._base import note_parts
 from ckpt.storage._local import attempts, posix
 from ckpt.storage._local.data_files import write_block
-from ckpt.storage._local.sweep import store_time
+from ckpt.storage._local.leases import store_time
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -35,9 +35,8 @@ from ckpt.storage._base import (
 from ckpt.storage._local import attempts, data_files, notes, posix, tensorstore_files
 from ckpt.storage._local import trash as trash_folder
 from ckpt.storage._local.attempts import LocalAttempt
-from ckpt.storage._local.config import Local
-from ckpt.storage._local.errors import of_each, translated
-from ckpt.storage._local.sweep import attempts_in, is_unfinished, sweep_root
+from ckpt.storage._local.config import Local, of_each, translated
+from ckpt.storage._local.leases import attempts_in, is_unfinished, sweep_root
 
 logger = logging.getLogger("ckpt")
 

@@ -21,7 +21,7 @@ from msgspec import Struct
 from ckpt._format.manifest_head import FILE_NAME, HEAD_BYTES, MAX_BYTES, peek
 from ckpt.storage._base import TrashEntry
 from ckpt.storage._local import posix
-from ckpt.storage._local.sweep import attempt_name, trash_name
+from ckpt.storage._local.leases import attempt_name, trash_name
 
 _ASIDE = ".others"
 # Folder of the root with the notes about step directories in the trash.

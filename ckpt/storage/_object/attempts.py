@@ -14,12 +14,12 @@ import anyio
 from msgspec import Struct
 
 from ckpt._format.manifest_head import FILE_NAME
-from ckpt._runtime.tasks import for_each
+from ckpt._runtime.futures import for_each
 from ckpt.errors import StepDeletedError, StepExistsError, StorageError
 from ckpt.storage._object import leases
 from ckpt.storage._object.errors import RequestFailed
 from ckpt.storage._object.leases import LeaseRecord
-from ckpt.storage._object.names import NAMES, attempt_of, deleter_of, is_gone
+from ckpt.storage._object.listing import NAMES, attempt_of, deleter_of, is_gone
 from ckpt.storage._object.removal import remove_data
 from ckpt.storage._store import Store, StoredObject
 

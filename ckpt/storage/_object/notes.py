@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from ckpt._runtime.tasks import for_each
+from ckpt._runtime.futures import for_each
 from ckpt.storage._base import note_parts
 from ckpt.storage._object.leases import Sightings
 from ckpt.storage._store import Store

@@ -15,7 +15,7 @@ from typing import TypeVar
 import anyio
 
 from ckpt._format.manifest_head import FILE_NAME
-from ckpt._runtime.tasks import for_each
+from ckpt._runtime.futures import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError, StorageError
@@ -34,15 +34,11 @@ from ckpt.storage._object.client import KeyValueStore, ObjectClient
 from ckpt.storage._object.config import GCS, S3, Memory, StoreConfig
 from ckpt.storage._object.connection import connect
 from ckpt.storage._object.errors import RequestFailed
-from ckpt.storage._object.foreign import is_foreign
 from ckpt.storage._object.leases import Sightings
-from ckpt.storage._object.listing import StepListing
-from ckpt.storage._object.names import GONE, is_gone
+from ckpt.storage._object.listing import GONE, StepListing, is_foreign, is_gone
 from ckpt.storage._object.probe import probe
-from ckpt.storage._object.removal import remove, remove_replaced
-from ckpt.storage._object.sharing.copies import MemoryCopier, ServerSideCopies
-from ckpt.storage._object.sharing.obstore_copier import open_copier
-from ckpt.storage._object.sweep import attempts_in, sweep
+from ckpt.storage._object.removal import attempts_in, remove, remove_replaced, sweep
+from ckpt.storage._object.server_copies import MemoryCopier, ServerSideCopies, open_copier
 from ckpt.storage._store import CopiesObjects, Store, StoredObject, refuse_missing
 
 logger = logging.getLogger("ckpt")

@@ -14,7 +14,7 @@ import uuid
 import anyio
 
 from ckpt._format.manifest_head import FILE_NAME, peek, peek_files
-from ckpt._runtime.tasks import for_each
+from ckpt._runtime.futures import for_each
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -24,8 +24,16 @@ from ckpt.errors import (
 from ckpt.storage._base import TrashEntry, undelete_exists, undelete_missing
 from ckpt.storage._object import leases
 from ckpt.storage._object.attempts import not_being_deleted
-from ckpt.storage._object.foreign import is_foreign
-from ckpt.storage._object.names import NAMES, TRASH, attempt_of, gone, is_gone, is_id, trash_key
+from ckpt.storage._object.listing import (
+    NAMES,
+    TRASH,
+    attempt_of,
+    gone,
+    is_foreign,
+    is_gone,
+    is_id,
+    trash_key,
+)
 from ckpt.storage._object.removal import finish, remove_plain_files
 from ckpt.storage._store import Store, StoredObject
 

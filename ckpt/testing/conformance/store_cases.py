@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 
 import anyio
 
-from ckpt._format.digests import digest
 from ckpt._format.manifest import Manifest, decode, encode
-from ckpt._format.manifest_head import FILE_NAME, FOLDER, MAX_BYTES, FileEntry
+from ckpt._format.manifest_head import FILE_NAME, FOLDER, MAX_BYTES, FileEntry, digest
 from ckpt._settings import Timeouts
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
 from ckpt.storage._base import Attempt, Storage

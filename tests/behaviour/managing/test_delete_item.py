@@ -24,7 +24,7 @@ from orbax.checkpoint import v1 as ocp
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt._engine.save.item_removal import delete_items
+from ckpt._engine.save.republication import delete_items
 from ckpt._format.manifest import Manifest, decode
 from ckpt._format.manifest_head import FILE_NAME, FileEntry
 from ckpt.storage import open_root

@@ -19,8 +19,8 @@ import ckpt.sync
 from ckpt._conversion.copies.step_copy import ByteCounter, StepCopier
 from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._conversion.copies.steps import CopiedStep, CopyRules, copy_step
-from ckpt._format.history import ReplacedSave
 from ckpt._format.manifest import decode, encode
+from ckpt._format.manifest_head import ReplacedSave
 from ckpt._runtime.loop import call_once
 from ckpt.errors import StepExistsError
 from ckpt.storage import open_root

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt._format.metrics import Metrics, flat_metrics, json_metrics, plain_metrics
+from ckpt._format.manifest_head import Metrics, flat_metrics, json_metrics, plain_metrics
 
 
 def metrics_of(step: int) -> dict[str, Any]:

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 import ckpt
 import ckpt.sync
 from ckpt._engine.restore.pipeline import restore_items
+from ckpt._inspection.kept_steps import forget_steps
 from ckpt._inspection.listed_steps import list_root
 from ckpt._inspection.locations import root_at
-from ckpt._inspection.retention.kept_steps import forget_steps
 from ckpt._settings import Timeouts
 from ckpt._steps.index import StepIndex
-from ckpt._steps.previous_steps import NamedNotes
 from ckpt._steps.removal.recorded_policy import record_policy
+from ckpt._steps.step_choice import NamedNotes
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -120,7 +120,7 @@ def test_steps_whose_leaves_cannot_be_read_now_stay(
         return await read_manifest(storage, step_dir, **options)
 
     with opened(tmp_path, keep=ckpt.keep.Any(Latest(1), ALLOWING)) as mgr:
-        monkeypatch.setattr("ckpt._steps.previous_steps.read_manifest", refusing)
+        monkeypatch.setattr("ckpt._steps.step_choice.read_manifest", refusing)
         save_all(mgr, {4: MASKED | ODD})
         assert sorted(refused) == ["1", "2", "3", "4"]
         assert mgr.all_steps() == [1, 2, 3, 4]
@@ -464,7 +464,7 @@ def test_only_manifests_of_unhealthy_steps_are_read_and_each_once(
         read.append(step_dir)
         return await read_manifest(storage, step_dir, **options)
 
-    monkeypatch.setattr("ckpt._steps.previous_steps.read_manifest", counted)
+    monkeypatch.setattr("ckpt._steps.step_choice.read_manifest", counted)
     with opened(tmp_path) as mgr:
         for _ in range(3):
             assert mgr.latest_step(healthy=True) == 3
@@ -497,7 +497,7 @@ def test_looks_at_the_same_time_do_not_make_each_other_forget(
             steps = await leaves.saved_steps(found.values())
             assert [each.nonfinite for each in steps] == [("mask",), ("mask",)]
 
-        monkeypatch.setattr("ckpt._steps.previous_steps.read_manifest", slow)
+        monkeypatch.setattr("ckpt._steps.step_choice.read_manifest", slow)
         await leaves.saved_steps([found[1]])
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(look_at_all)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import ckpt
 import ckpt.sync
-from ckpt._steps.saves.preemption import Preemption
+from ckpt._steps.saves.history import Preemption
 from ckpt.errors import InvalidArgumentError
 from tests.support.odd_items import Odd, OddHandler
 

@@ -21,7 +21,7 @@ import ckpt
 import ckpt.sync
 from ckpt import errors
 from ckpt._settings import Timeouts
-from ckpt._steps.root_metadata import read_root_metadata, write_root_metadata
+from ckpt._steps.root import read_root_metadata, write_root_metadata
 from ckpt.storage import Local
 from ckpt.storage._local.storage import LocalStorage
 from tests.support.faults import Effect, Fail, FaultyFiles, FileOperation

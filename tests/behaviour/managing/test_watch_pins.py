@@ -369,7 +369,7 @@ def test_what_has_gone_leaves_no_hook_behind(tmp_path: Path) -> None:
 def test_who_is_called_at_exit_is_called_once_and_the_last_one_first() -> None:
     script = """
 from concurrent.futures import ThreadPoolExecutor
-from ckpt._runtime.exit import run_at_exit
+from ckpt._runtime.threads import run_at_exit
 
 class Named:
     def __init__(self, name):

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import ckpt
 import ckpt.sync
-from ckpt._engine.restore import destinations, device_arrays, uninitialized_arrays
+from ckpt._engine.restore import destinations, placement
 from tests.support.trees import assert_same
 
 DEVICES = jax.devices()
@@ -50,7 +50,7 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
     monkeypatch.setattr(destinations, "LEAST_BLANK", least)
 
     def blank(*args: Any) -> Any:
-        arrays = uninitialized_arrays.uninitialized_arrays(*args)
+        arrays = destinations.uninitialized_arrays(*args)
         assert arrays is not None
         found.extend(array for parts in arrays for array in parts)
         return arrays
@@ -144,7 +144,7 @@ def test_options_that_look_at_the_content_of_arrays(
     made: list[Any] = []
 
     def blank(*args: Any) -> Any:
-        made.append(uninitialized_arrays.uninitialized_arrays(*args))
+        made.append(destinations.uninitialized_arrays(*args))
         return made[-1]
 
     monkeypatch.setattr(destinations, "uninitialized_arrays", blank)
@@ -166,10 +166,8 @@ def test_where_jax_makes_no_blank_arrays_they_are_copied(
     def refuse(*_: Any) -> Any:
         raise RuntimeError("no such custom call")
 
-    monkeypatch.setattr(
-        destinations, "uninitialized_arrays", uninitialized_arrays.uninitialized_arrays
-    )
-    monkeypatch.setattr(uninitialized_arrays, "_program", refuse)
+    monkeypatch.setattr(destinations, "uninitialized_arrays", destinations.uninitialized_arrays)
+    monkeypatch.setattr(destinations, "_program", refuse)
     saved = state()
     ckpt.sync.save(tmp_path / "x", saved)
     assert_same(ckpt.sync.load(tmp_path / "x", like=saved), saved)
@@ -212,7 +210,7 @@ def test_larger_arrays_may_take_over_the_memory(
 def test_without_the_quick_way_jax_makes_the_arrays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_arrays, "_runtime_put", lambda: None)
+    monkeypatch.setattr(placement, "_runtime_put", lambda: None)
     saved = {**state(), "weak": jnp.asarray(2.0) * 1}
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
         mgr.save(1, saved).result()
@@ -231,7 +229,7 @@ def test_where_the_quick_way_refuses_jax_makes_the_arrays(
         asked.append(args)
         raise TypeError("batched_device_put(): incompatible function arguments")
 
-    monkeypatch.setattr(device_arrays, "_runtime_put", lambda: refuse)
+    monkeypatch.setattr(placement, "_runtime_put", lambda: refuse)
     saved = state()
     ckpt.sync.save(tmp_path / "x", saved)
     assert_same(ckpt.sync.load(tmp_path / "x"), saved)

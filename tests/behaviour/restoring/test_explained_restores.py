@@ -18,10 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 
 import ckpt
 from ckpt._inspection.locations import checkpoint_at
-from ckpt._inspection.restores.device_grid import Spec
 from ckpt._inspection.restores.explanation import explain_restore
-from ckpt._inspection.restores.placements import TargetMesh
-from ckpt._inspection.restores.records import ProcessReads, RestoreExplanation
+from ckpt._inspection.restores.placements import Spec, TargetMesh
+from ckpt._inspection.restores.read_volume import ProcessReads, RestoreExplanation
 from ckpt.errors import InvalidArgumentError, TargetMismatchError
 from tests.support.counted_reads import Reads
 from tests.support.trees import P

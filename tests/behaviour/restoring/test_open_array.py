@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt._plan.slices.array_index import region_of_index
+from ckpt._plan.slices import region_of_index
 from ckpt.storage._local.storage import LocalStorage
 from tests.support.trees import P, mesh
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 import ckpt
 import ckpt.sync
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES
 from ckpt.testing.compare import differences
 from ckpt.testing.strategies import states
 from tests.support.manifests import document_of, rewrite

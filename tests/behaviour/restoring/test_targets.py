@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ckpt
 import ckpt.sync
 from ckpt import Adapt, errors
-from ckpt._tree.shardings import spread
+from ckpt._tree.leaf_specs import spread
 
 MESH = Mesh(np.array(jax.devices()), ("data",))
 ROWS = NamedSharding(MESH, PartitionSpec("data"))

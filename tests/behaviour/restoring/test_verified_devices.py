@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckpt
 from ckpt._engine.restore import item_reader, placement
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES
 from ckpt._vitals.extension import device_pass
-from ckpt._vitals.extension.kernels import Kernels
+from ckpt._vitals.extension.device_pass import Kernels
 from ckpt.errors import DeviceMismatchError, InvalidArgumentError
 from tests.behaviour.saving.test_signs_on_devices import MESHES, flipped
 

@@ -25,7 +25,7 @@ from ckpt._plan.item_reports import ChunkTable, ItemReport, PlannedTree
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.merged_parts import TreeParts, merge_parts
 from ckpt._plan.save_plan import WHOLE
-from ckpt._tree.flatten import describe
+from ckpt._tree.structure import describe
 from ckpt.testing.strategies import keys, python_scalars
 from tests.behaviour.saving.partial_saves import merged, plain
 from tests.support.manifests import document_of

@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 import ckpt
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES
 from ckpt._vitals.extension import device_pass, signs_of_saves
-from ckpt._vitals.extension.kernels import Kernels
+from ckpt._vitals.extension.device_pass import Kernels
 from ckpt.errors import InvalidArgumentError
 
 # Every shard of which a device takes the signs has a megabyte.

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ckpt
-from ckpt._format.dtypes import DTYPES
-from ckpt._vitals.records import signs_of
-from ckpt._vitals.signs import box_signs
+from ckpt._format.array_format import DTYPES
+from ckpt._vitals.signs import box_signs, signs_of
 from ckpt.types import LeafSigns
 
 save = partial(ckpt.sync.save, extensions=[ckpt.extensions.VitalSigns()])

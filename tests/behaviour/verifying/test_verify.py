@@ -24,7 +24,7 @@ import ckpt.sync
 from ckpt import errors
 from ckpt._engine.verify.report import Problem, VerifyReport
 from ckpt._engine.verify.scanner import Scanner
-from ckpt._format.digests import digest
+from ckpt._format.manifest_head import digest
 from tests.behaviour.verifying.verified_step import (
     STEP,
     Watched,

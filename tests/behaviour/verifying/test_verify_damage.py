@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import ckpt
 import ckpt.sync
 from ckpt._format.chunk_locations import parts_inside
-from ckpt._format.digests import digest
+from ckpt._format.manifest_head import digest
 from tests.behaviour.verifying.verified_step import (
     ITEMS,
     STEP,

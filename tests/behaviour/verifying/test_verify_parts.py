@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 import ckpt
 from ckpt import errors
-from ckpt._engine.verify.file_selection import FileSelection, ReadLimits
+from ckpt._engine.verify.report import FileSelection, ReadLimits
 from tests.behaviour.verifying.verified_step import STEP, flip, manifest_of, places
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import ckpt.sync
 from ckpt._format.manifest import ItemEntry
-from ckpt._job.reports import SaveReport, same_items
+from ckpt._job.process_reports import SaveReport, same_items
 from ckpt.coordination._jobs import SingleProcess
 from ckpt.errors import (
     CoordinationError,

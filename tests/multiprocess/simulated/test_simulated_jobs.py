@@ -13,7 +13,7 @@ import ckpt
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import FileEntry
 from ckpt._job.multihost_save import MultihostSave
-from ckpt._job.reports import SaveReport, decode_report, encode_report, same_items
+from ckpt._job.process_reports import SaveReport, decode_report, encode_report, same_items
 from ckpt.errors import CoordinationError, InvalidArgumentError, StepNotFoundError, StorageError
 from tests.support.simulated_job import (
     STATE,

@@ -11,8 +11,8 @@ import pytest
 import ckpt
 from ckpt._format.manifest import Manifest, decode
 from ckpt._format.manifest_head import PART_FILE
-from ckpt._format.step_files.step_part import StepPart, decode_part
-from ckpt._job.reports import decode_report
+from ckpt._format.step_files import StepPart, decode_part
+from ckpt._job.process_reports import decode_report
 from ckpt.errors import InvalidArgumentError
 from tests.support.simulated_job import FAR, closed, managers, saved, steps, together
 

@@ -13,7 +13,7 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt import errors
-from ckpt._engine.save.item_removal import delete_items
+from ckpt._engine.save.republication import delete_items
 from ckpt.storage import open_root
 from ckpt.storage._manifests import read_manifest
 from tests.support.simulated_job import FAR, closed, managers, steps, together

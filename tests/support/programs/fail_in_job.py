@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 import ckpt
 import ckpt._steps.reader
 import ckpt.sync
-from ckpt._job.agreement.heartbeat import introduce
+from ckpt._job.agreement.failures import introduce
 from ckpt._job.agreement.operation import Operation
 from ckpt.coordination._jobs import default_coordinator
 from ckpt.handlers._pytree import PyTreeHandler

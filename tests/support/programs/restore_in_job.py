@@ -27,9 +27,9 @@ from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import restore_items
 from ckpt._format.manifest import decode, encode
 from ckpt._settings import Staging
-from ckpt._steps.factory import make_engine
-from ckpt._steps.restores.restore_arguments import wanted_items
-from ckpt._steps.restores.restore_options import RestoreOptions
+from ckpt._steps.restore_arguments import wanted_items
+from ckpt._steps.restore_options import RestoreOptions
+from ckpt._steps.service import make_engine
 from ckpt.storage._manifests import read_manifest
 from ckpt.storage._resolve import open_step_dir
 from tests.support.real_jobs import at, tell

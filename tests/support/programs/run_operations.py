@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from ckpt._job.agreement.heartbeat import introduce
+from ckpt._job.agreement.failures import introduce
 from ckpt._job.agreement.operation import Operation
 from ckpt.coordination._jobs import default_coordinator
 from ckpt.errors import StorageError

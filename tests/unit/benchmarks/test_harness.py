@@ -15,8 +15,8 @@ import ckpt.sync
 from benchmarks import fit, history, integrity, report, results, scenarios, targets
 from benchmarks.results import BYTES, Results, Sample, Scenario
 from benchmarks.rounds import unit_of
-from ckpt._engine.memory import contents
-from ckpt._format.digests import digest
+from ckpt._engine.memory import staging
+from ckpt._format.manifest_head import digest
 from ckpt.errors import CorruptCheckpointError
 from tests.support.paths import ROOT
 
@@ -145,7 +145,7 @@ def test_a_benchmark_of_digests_fails_where_the_engine_does_not_use_them() -> No
         integrity._replaced([*integrity._SAVING, unused]),
     ):
         pass
-    assert contents.digest is digest  # type: ignore[attr-defined]
+    assert staging.digest is digest  # type: ignore[attr-defined]
 
 
 def unused() -> None:

@@ -13,21 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ckpt._conversion.assembly.assembled_step import AssembledStep, AssemblyTarget, assemble_step
-from ckpt._conversion.assembly.planned_tree import planned_tree
+from ckpt._conversion.assembled_step import (
+    AssembledStep,
+    AssemblyTarget,
+    assemble_step,
+    planned_tree,
+)
 from ckpt._engine.plan_cache import ItemPlan
 from ckpt._engine.save.merged_items import WrittenTree, entry_of
-from ckpt._format.digests import digest
-from ckpt._format.history import DroppedItem
 from ckpt._format.manifest import ItemEntry, Manifest, Node, decode, encode
-from ckpt._format.manifest_head import OWN_DISKS, FileEntry
-from ckpt._format.step_files.per_process import apart, combine
-from ckpt._job.process_reports import ProcessReport, value_fingerprint
+from ckpt._format.manifest_head import OWN_DISKS, DroppedItem, FileEntry, digest
+from ckpt._format.per_process import apart, combine
+from ckpt._job.process_reports import ProcessReport, SaveReport, encode_report, value_fingerprint
 from ckpt._job.publication import merge_processes
-from ckpt._job.reports import SaveReport, encode_report
 from ckpt._plan.item_reports import ChunkNotes, ChunkTable, ItemReport, PlannedTree
 from ckpt._plan.orbax_view import item_view, step_view, text_view
-from ckpt._vitals.records import COPY, SIGNS, Array, no_signs
+from ckpt._vitals.signs import COPY, SIGNS, Array, no_signs
 from ckpt.errors import CheckpointError, CoordinationError, CorruptCheckpointError
 from tests.unit.plan.simulated_jobs import Job, jobs
 from tests.unit.plan.test_process_reports import Written, typical

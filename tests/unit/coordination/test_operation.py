@@ -12,7 +12,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from ckpt._job.agreement.heartbeat import introduce
+from ckpt._job.agreement.failures import introduce
 from ckpt._job.agreement.operation import Operation
 from ckpt.coordination._jobs import MemoryKeyValues
 from ckpt.errors import (

@@ -7,7 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
-from ckpt._job.agreement.heartbeat import DeadlineKeyValues
+from ckpt._job.agreement.failures import DeadlineKeyValues
 from ckpt._job.agreement.operation import Operation
 from ckpt.coordination._jobs import MemoryKeyValues
 from ckpt.errors import CheckpointError, CoordinationError, CoordinationTimeoutError, StorageError

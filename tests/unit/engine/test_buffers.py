@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 import ckpt
 import ckpt.sync
-from ckpt._engine.memory.arena import Arena
-from ckpt._engine.memory.buffers import Buffers
+from ckpt._engine.memory.arena import Arena, Buffers
 from tests.support.trees import abstract, assert_same, sharded
 
 MIB = 1 << 20

@@ -16,15 +16,14 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt._engine.codecs import decode_chunk, encode_chunk
 from ckpt._engine.memory import staging
-from ckpt._engine.memory.contents import batch_contents
-from ckpt._engine.memory.staging import copy_batch, sources_of
+from ckpt._engine.memory.staging import batch_contents, copy_batch, sources_of
 from ckpt._engine.save.encoding import encode_batch
 from ckpt._format.array_format import ArrayFormat, Blosc, Zstd
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._plan.save_plan import plan_save
 from ckpt._plan.write_batches import encoded_bound
 from ckpt._tree.leaf_specs import LeafSpec
-from ckpt._vitals.extension.kernels import Kernels
+from ckpt._vitals.extension.device_pass import Kernels
 from ckpt._vitals.extension.signs_of_saves import SignsOfItem
 from ckpt.errors import CorruptCheckpointError
 from ckpt.handlers._base import Deferred

@@ -25,7 +25,7 @@ from ckpt._engine.plan_cache import PlanCache
 from ckpt._engine.save import item_write
 from ckpt._plan.save_plan import WHOLE
 from ckpt._runtime.threads import run_in_thread
-from ckpt._tree.flatten import describe
+from ckpt._tree.structure import describe
 from tests.support.trees import assert_same, sharded
 
 MIB = 1 << 20

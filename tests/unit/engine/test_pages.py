@@ -10,7 +10,7 @@ import anyio
 import numpy as np
 import pytest
 
-from ckpt._engine.memory import pages
+from ckpt._engine.memory import arena
 from ckpt._engine.memory.arena import Arena, Block
 from tests.support.conditions import lets_others_run
 
@@ -33,21 +33,21 @@ def wants_huge_pages(address: int) -> bool:
 
 @pytest.mark.parametrize("first", [0, 64, 4095, 2 * MIB - 1])
 def test_what_is_in_the_memory_stays(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_QUICK_SECONDS", 1e9)
+    monkeypatch.setattr(arena, "_QUICK_SECONDS", 1e9)
     memory = np.frombuffer(mmap.mmap(-1, 24 * MIB), np.uint8)
     memory[:] = np.arange(len(memory)) % 251
     before = memory.copy()
     cuts = [first, first + 4 * MIB, first + 9 * MIB + 3, first + 9 * MIB + 3, 24 * MIB]
-    pages.choose_pages([memory[a:b] for a, b in pairwise(cuts)])
+    arena.choose_pages([memory[a:b] for a, b in pairwise(cuts)])
     np.testing.assert_array_equal(memory, before)
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="there are no huge pages")
 @pytest.mark.parametrize(("limit", "huge"), [(1e9, True), (0.0, False)])
 def test_one_page_decides(limit: float, huge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_QUICK_SECONDS", limit)
+    monkeypatch.setattr(arena, "_QUICK_SECONDS", limit)
     regions = [np.frombuffer(mmap.mmap(-1, 8 * MIB), np.uint8) for _ in range(3)]
-    pages.choose_pages(regions)
+    arena.choose_pages(regions)
     if not wants_huge_pages(-(-regions[0].ctypes.data // (2 * MIB)) * 2 * MIB):
         pytest.skip("this kernel has no huge pages")
     found = [wants_huge_pages(region.ctypes.data + 4 * MIB) for region in regions]
@@ -59,7 +59,7 @@ def test_one_page_decides(limit: float, huge: bool, monkeypatch: pytest.MonkeyPa
 def test_staging_memory_is_chosen_too(
     limit: float, huge: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "_QUICK_SECONDS", limit)
+    monkeypatch.setattr(arena, "_QUICK_SECONDS", limit)
 
     async def blocks() -> list[Block]:
         arena = Arena(64 * MIB)
@@ -75,9 +75,9 @@ def test_staging_memory_is_chosen_too(
 
 def test_other_threads_go_on_while_pages_are_made() -> None:
     memories = (np.frombuffer(mmap.mmap(-1, 16 * MIB), np.uint8) for _ in range(101))
-    if not pages.populate(next(memories)):
+    if not arena.populate(next(memories)):
         pytest.skip("this kernel does not make pages on demand")
-    assert lets_others_run(lambda: pages.populate(next(memories)), times=100)
+    assert lets_others_run(lambda: arena.populate(next(memories)), times=100)
 
 
 def test_no_call_keeps_the_address_space_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,18 +88,18 @@ def test_no_call_keeps_the_address_space_for_long(monkeypatch: pytest.MonkeyPatc
         asked.append((start, nbytes))
         return len(asked) != fails_at
 
-    monkeypatch.setattr(pages, "_advise", advise)
+    monkeypatch.setattr(arena, "_advise", advise)
     memory = np.frombuffer(mmap.mmap(-1, 16 * MIB), np.uint8)[: 7 * MIB + 4096]
-    assert pages.populate(memory)
+    assert arena.populate(memory)
     starts = range(memory.ctypes.data, memory.ctypes.data + len(memory), MIB)
     assert asked == [*((start, MIB) for start in starts[:-1]), (starts[-1], 4096)]
-    assert not pages.populate(memory)
+    assert not arena.populate(memory)
     assert len(asked) == fails_at
 
 
 def test_a_small_save_touches_no_more_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(pages, "_advise", lambda *advice: asked.append(advice))
+    monkeypatch.setattr(arena, "_advise", lambda *advice: asked.append(advice))
 
     async def blocks() -> list[Block]:
         arena = Arena(64 * MIB)
@@ -111,7 +111,7 @@ def test_a_small_save_touches_no_more_than_it_needs(monkeypatch: pytest.MonkeyPa
 
 def test_without_large_regions_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(pages, "_advise", lambda *advice: asked.append(advice))
-    pages.choose_pages([])
-    pages.choose_pages([np.zeros(100, np.uint8), np.zeros(MIB, np.uint8)])
+    monkeypatch.setattr(arena, "_advise", lambda *advice: asked.append(advice))
+    arena.choose_pages([])
+    arena.choose_pages([np.zeros(100, np.uint8), np.zeros(MIB, np.uint8)])
     assert not asked

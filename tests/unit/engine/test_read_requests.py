@@ -16,9 +16,16 @@ from ckpt._format.leaf_table import UNCHECKED, LeafEntry
 from ckpt._format.regions import whole
 from ckpt._job.shared_reads import Broadcast
 from ckpt._plan.chunk_reads import chunks_elsewhere, plan_chunk_reads, plan_requests
-from ckpt._plan.slices.array_slices import ArraySlice
-from ckpt._plan.targets import ArrayRead, ArrayTarget
-from ckpt._plan.virtual_arrays import VirtualArray, concatenated, insert_axis, reshape, resize
+from ckpt._plan.slices import ArraySlice
+from ckpt._plan.targets import (
+    ArrayRead,
+    ArrayTarget,
+    VirtualArray,
+    concatenated,
+    insert_axis,
+    reshape,
+    resize,
+)
 
 MIB = 1 << 20
 

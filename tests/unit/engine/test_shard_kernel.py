@@ -12,11 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt._format.dtypes import DTYPES
-from ckpt._vitals.extension.device_pass import signs_records
-from ckpt._vitals.extension.kernels import KERNEL_DTYPES, KernelKey, Kernels, is_run
-from ckpt._vitals.records import Array
-from ckpt._vitals.signs import box_signs
+from ckpt._format.array_format import DTYPES
+from ckpt._vitals.extension.device_pass import (
+    KERNEL_DTYPES,
+    KernelKey,
+    Kernels,
+    is_run,
+    signs_records,
+)
+from ckpt._vitals.signs import Array, box_signs
 
 AWKWARD = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, 3e-39, 3e38, -1e30, 1e-25, 2.0, -7.0]
 

@@ -10,7 +10,7 @@ import anyio
 import numpy as np
 import pytest
 
-from ckpt._engine.save.shared_files import reuse_files
+from ckpt._engine.save.session import reuse_files
 from ckpt._format.leaf_table import DIGEST_BYTES
 from ckpt._format.manifest_head import FileEntry
 from ckpt._plan.item_reports import ROW, ItemReport

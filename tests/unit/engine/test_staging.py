@@ -23,17 +23,17 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 import ckpt
 import ckpt.sync
 from ckpt._engine.memory import staging
-from ckpt._engine.memory.contents import batch_contents
 from ckpt._engine.memory.staging import (
     MovedShard,
+    batch_contents,
     copy_batch,
     movable_shards,
     snapshot,
     sources_of,
     to_page_locked,
 )
-from ckpt._format.digests import digest
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES
+from ckpt._format.manifest_head import digest
 from ckpt._plan import chunking
 from ckpt._plan.save_plan import SavePlan, plan_save
 from ckpt._tree.leaf_specs import classify

@@ -10,9 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from ckpt import errors
-from ckpt._format.history import DroppedItem, is_same_save
 from ckpt._format.manifest import ItemEntry, decode, encode
-from ckpt._format.manifest_head import FILE_NAME, peek
+from ckpt._format.manifest_head import FILE_NAME, DroppedItem, is_same_save, peek
 from ckpt.storage import open_root
 from ckpt.storage._manifests import read_manifest
 from tests.support.manifests import document, sealed

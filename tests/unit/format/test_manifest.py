@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ckpt._format.digests import digest
 from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import (
     ItemEntry,
@@ -22,7 +21,7 @@ from ckpt._format.manifest import (
     encode,
     encode_item,
 )
-from ckpt._format.manifest_head import FORMAT_VERSION, FileEntry, is_whole, peek
+from ckpt._format.manifest_head import FORMAT_VERSION, FileEntry, digest, is_whole, peek
 from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 from tests.support.manifests import document, parts, sealed, sealed_body, sealed_parts
 

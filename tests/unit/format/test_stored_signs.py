@@ -16,7 +16,7 @@ import ckpt
 from ckpt._format.leaf_table import LeafColumns, LeafEntry, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._plan.leaf_entries import check_leaves
-from ckpt._vitals.records import LeafSigns
+from ckpt._vitals.signs import LeafSigns
 from ckpt.errors import CorruptCheckpointError
 from ckpt.manifest import decode, encode, peek
 
@@ -242,7 +242,7 @@ def test_a_head_of_an_earlier_writer_counts_nothing(tmp_path: Path) -> None:
 
 def _with_head_of(whole: bytes, head: bytes) -> bytes:
     """Return a manifest whose head says what that of another says, with checksums that fit."""
-    from ckpt._format.digests import digest
+    from ckpt._format.manifest_head import digest
 
     key, tail = b',"checksum":"xxh3_128:', b'"}\n'
     front = head.partition(b',"head":"xxh3_128:')[0]

@@ -12,15 +12,15 @@ import tensorstore as ts
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpt._format.dtypes import DTYPES
-from ckpt._format.regions import Region, chunk_grid, chunk_region
-from ckpt._format.zarr import (
+from ckpt._format.array_format import (
+    DTYPES,
     choose_chunk,
     chunk_key,
     stored_dtype,
     zarr_metadata,
     zarr_metadata_bytes,
 )
+from ckpt._format.regions import Region, chunk_grid, chunk_region
 from ckpt.testing.strategies import arrays
 
 SHORT = st.integers(1, 12)

@@ -16,7 +16,7 @@ import pytest
 
 import ckpt
 from ckpt import errors
-from ckpt._format.step_files.item_file_names import check_file_path
+from ckpt._format.step_files import check_file_path
 from ckpt.handlers import Deferred, ItemEntry, ItemReader, ItemWriter
 from ckpt.handlers._pytree import PyTreeHandler
 from ckpt.testing.compare import differences

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.fake_devices import devices_of
 from ckpt._format.regions import Region
-from ckpt._inspection.restores.device_grid import (
+from ckpt._inspection.restores.placements import (
     MOST_DEVICES,
     Spec,
     grid_of,

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 import ckpt
 from ckpt._format.leaf_table import LeafTable
 from ckpt._format.manifest import ShardingEntry
+from ckpt._format.places import rebuild_sharding
 from ckpt._format.regions import Region, addressable_regions
-from ckpt._format.shardings import rebuild_sharding
 from ckpt._inspection.locations import Checkpoint, checkpoint_at
 from ckpt._inspection.restores.explanation import explain_restore
 from ckpt._inspection.restores.placements import AsSaved, TargetMesh

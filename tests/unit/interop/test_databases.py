@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt._format.ocdbt import DatabaseIndex, KeyValue
-from ckpt._interop.orbax.database import check_path, read_database
-from ckpt._interop.orbax.ocdbt_nodes import ValueLocation
+from ckpt._interop.orbax.database import ValueLocation, check_path, read_database
 from ckpt.errors import CorruptCheckpointError
 
 KEYS = st.text("ab/c.0é", min_size=1, max_size=12).map(str.encode)

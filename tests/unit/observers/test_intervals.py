@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.observers._tracing.intervals import Interval, intersect, measure, merge, pack
+from ckpt.observers._tracing.timeline import Interval, intersect, measure, merge, pack
 
 # Small numbers, so that intervals often touch, repeat, and are empty or turned round.
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=12)

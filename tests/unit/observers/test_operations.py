@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt._events import Event
-from ckpt.observers._operations import ObservedOperation, Operations
-from ckpt.observers._tracing.intervals import measure
+from ckpt.observers._names import ObservedOperation, Operations
+from ckpt.observers._tracing.timeline import measure
 from tests.unit.observers.examples import TIMES, US, a_whole_save, end, event
 
 INTERVALS = st.lists(st.tuples(TIMES, st.integers(0, 10_000)), min_size=1, max_size=30)

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from ckpt._events import Event
 from ckpt.observers import Timeline
-from ckpt.observers._tracing.tracks import tracks
+from ckpt.observers._tracing.trace import tracks
 from tests.unit.observers.examples import TIMELINES, US, a_save, a_whole_save, event, span
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry, LeafTable
-from ckpt._plan.unchanged.compared_leaves import ComparedLeaves, Verdict, compare_leaves
-from ckpt._vitals.records import LeafSigns
+from ckpt._plan.compared_leaves import ComparedLeaves, Verdict, compare_leaves
+from ckpt._vitals.signs import LeafSigns
 
 DIGESTS = ("1" * 32, "2" * 32, "1" * 31 + "2", UNCHECKED, "")
 SIGNS = (

@@ -16,15 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt._engine.plan_cache import PlanCache
-from ckpt._format.array_format import ArrayFormat, Blosc, Zstd, cast_refusal
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES, ArrayFormat, Blosc, Zstd, cast_refusal, choose_chunk
 from ckpt._format.regions import chunk_grid, chunk_region
-from ckpt._format.zarr import choose_chunk
-from ckpt._plan.format_rules import compile_formats
-from ckpt._plan.save_plan import WHOLE, SavePlan, plan_save
+from ckpt._plan.save_plan import WHOLE, SavePlan, compile_formats, plan_save
 from ckpt._plan.write_batches import aligned, encoded_bound
-from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_specs import LeafSpec
+from ckpt._tree.structure import describe
 from ckpt.errors import InvalidArgumentError, UnsupportedLeafError
 
 F32 = LeafSpec("numpy", "float32", (64, 64))

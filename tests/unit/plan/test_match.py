@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from msgspec.structs import replace
 
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES
 from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import ItemEntry, ShardingEntry, decode_item, encode_item
-from ckpt._format.shardings import describe_sharding, rebuild_sharding
+from ckpt._format.places import describe_sharding, rebuild_sharding
 from ckpt._plan.adapt import Adapt, adapted
 from ckpt._plan.item_reports import ChunkTable, ItemReport, PlannedTree
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.match import Match, match_as_saved, match_target
 from ckpt._plan.save_plan import plan_save
 from ckpt._plan.targets import ArrayTarget
-from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.leaf_specs import classify
+from ckpt._tree.structure import describe
 from ckpt.errors import CheckpointError, CorruptCheckpointError, TargetMismatchError
 from ckpt.testing.compare import differences
 from ckpt.testing.strategies import Pair, trees

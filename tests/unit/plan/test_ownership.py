@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from msgspec.structs import replace
 
 from benchmarks.fake_devices import devices_of
-from ckpt._format.zarr import choose_chunk
+from ckpt._format.array_format import choose_chunk
 from ckpt._job.division import Division, Ownership, Partitioner, ProcessGroup
 from ckpt._plan import save_plan
 from ckpt._plan.chunking import holders_of

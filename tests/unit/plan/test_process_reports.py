@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from benchmarks.fake_devices import devices_of
 from ckpt._format.chunk_locations import region_of
-from ckpt._format.digests import digest
 from ckpt._format.manifest import ItemEntry, Node
+from ckpt._format.manifest_head import digest
 from ckpt._format.ocdbt import DatabaseIndex, KeyValue
 from ckpt._job.process_reports import (
     ProcessReport,

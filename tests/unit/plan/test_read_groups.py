@@ -14,7 +14,7 @@ from benchmarks.fake_devices import devices_of
 from ckpt._format.regions import whole
 from ckpt._job.read_groups import ReadBatch, fill, grouping_of_all, groupings_of, shares_key
 from ckpt._plan.chunk_reads import ByteRange
-from ckpt._plan.slices.array_slices import ArraySlice
+from ckpt._plan.slices import ArraySlice
 from ckpt._plan.targets import ArrayRead, ArrayTarget
 
 P = PartitionSpec

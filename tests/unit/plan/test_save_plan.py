@@ -14,10 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES, stored_dtype, zarr_metadata_bytes
 from ckpt._format.ocdbt import MAX_KEY_BYTES
 from ckpt._format.regions import chunk_region
-from ckpt._format.zarr import stored_dtype, zarr_metadata_bytes
 from ckpt._plan.chunking import PACKED_BYTES
 from ckpt._plan.item_reports import ChunkTable, ItemReport
 from ckpt._plan.save_plan import SavePlan, plan_save

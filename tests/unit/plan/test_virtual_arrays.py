@@ -15,11 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.regions import Region, chunk_grid, whole
 from ckpt._plan.chunk_reads import plan_chunk_reads
-from ckpt._plan.slices.array_slices import ArraySlice
-from ckpt._plan.slices.strides import boxes_between, copy_strided
-from ckpt._plan.targets import ArrayRead, ArrayTarget
-from ckpt._plan.virtual_arrays import (
+from ckpt._plan.slices import ArraySlice, boxes_between, copy_strided
+from ckpt._plan.targets import (
     MOST_SLICES,
+    ArrayRead,
+    ArrayTarget,
     VirtualArray,
     concatenated,
     cut,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt._steps.saves.overhead import OverheadEstimate
+from ckpt._steps.saves.history import OverheadEstimate
 
 
 @dataclass

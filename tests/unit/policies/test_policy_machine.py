@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import ckpt
-from ckpt._steps.saves.overhead import OverheadEstimate
+from ckpt._steps.saves.history import OverheadEstimate
 from tests.unit.policies import reference_policies as model
 from tests.unit.policies.reference_policies import (
     METRICS,

@@ -11,7 +11,7 @@ import anyio
 import jax
 import pytest
 
-from ckpt._runtime.caller import Caller, caller, look, own_settings, serve
+from ckpt._runtime.threads import Caller, caller, look, own_settings, serve
 
 
 def test_a_call_from_before_jax_was_imported_has_the_settings_of_the_program() -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import ckpt.sync
-from ckpt._runtime.interpreter import short_switch_interval
+from ckpt._runtime.threads import short_switch_interval
 from ckpt.errors import CheckpointError
 from ckpt.types import Event
 

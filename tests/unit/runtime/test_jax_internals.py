@@ -11,7 +11,7 @@ import inspect
 import jax
 import numpy as np
 
-from ckpt._engine.restore.uninitialized_arrays import memory_of, uninitialized_arrays
+from ckpt._engine.restore.destinations import memory_of, uninitialized_arrays
 from ckpt._runtime import jax_internals
 from ckpt.coordination._jax_service import _CALLS
 

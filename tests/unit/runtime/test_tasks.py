@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from ckpt._runtime.tasks import for_each
+from ckpt._runtime.futures import for_each
 from ckpt.errors import StorageError
 
 

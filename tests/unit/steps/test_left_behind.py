@@ -8,7 +8,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt._format.history import left_behind
+from ckpt._format.manifest_head import left_behind
 from ckpt._steps.index import IndexedStep
 
 # Goes back to a number, or to the latest step (None), and saves so many steps after it.

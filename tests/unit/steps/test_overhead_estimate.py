@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt._steps.saves.overhead import OverheadEstimate
+from ckpt._steps.saves.history import OverheadEstimate
 
 
 @dataclass

@@ -13,9 +13,7 @@ from ckpt.storage import GCS, S3
 from ckpt.storage._object.client import ObjectClient
 from ckpt.storage._object.connection import connect
 from ckpt.storage._object.errors import copy_failed
-from ckpt.storage._object.sharing.copies import NoCopiesError
-from ckpt.storage._object.sharing.credentials import google_token, s3_keys
-from ckpt.storage._object.sharing.obstore_copier import open_copier
+from ckpt.storage._object.server_copies import NoCopiesError, google_token, open_copier, s3_keys
 
 KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
 FULL = {"AWS_CONTAINER_CREDENTIALS_FULL_URI": "http://127.0.0.1:1/keys"}

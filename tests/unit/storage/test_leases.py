@@ -23,8 +23,8 @@ import ckpt
 import ckpt.sync
 from ckpt._settings import Timeouts
 from ckpt.storage._base import AttemptEntry
+from ckpt.storage._local.leases import sweep_root
 from ckpt.storage._local.storage import LocalStorage
-from ckpt.storage._local.sweep import sweep_root
 from tests.support.odd_items import Odd, OddHandler
 
 T = TypeVar("T")

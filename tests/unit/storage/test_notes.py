@@ -22,8 +22,8 @@ from ckpt._settings import Timeouts
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
 from ckpt.storage import Local
 from ckpt.storage._local import posix
+from ckpt.storage._local.leases import sweep_root
 from ckpt.storage._local.storage import LocalStorage
-from ckpt.storage._local.sweep import sweep_root
 from tests.support.crash_states import crash_states, read_tree
 from tests.support.faults import Crash, Fail, FaultyFiles, at, every, named
 

@@ -13,7 +13,7 @@ from ckpt._settings import Timeouts
 from ckpt.storage._object.config import Memory
 from ckpt.storage._object.connection import connect
 from ckpt.storage._object.errors import copy_failed, timed_out
-from ckpt.storage._object.sharing.copies import LARGEST_BYTES, SMALLEST_BYTES, ServerSideCopies
+from ckpt.storage._object.server_copies import LARGEST_BYTES, SMALLEST_BYTES, ServerSideCopies
 from ckpt.storage._object.storage import ObjectStorage
 from ckpt.testing.conformance.store_cases import DATA, content, manifest_of, publish, read_all
 from tests.unit.storage.failing_store import KINDS, FailingStore

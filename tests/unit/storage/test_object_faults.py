@@ -16,7 +16,7 @@ from ckpt.storage._base import Storage
 from ckpt.storage._object import attempts as object_attempts
 from ckpt.storage._object.config import Memory
 from ckpt.storage._object.connection import connect
-from ckpt.storage._object.names import GONE, gone
+from ckpt.storage._object.listing import GONE, gone
 from ckpt.storage._object.storage import ObjectStorage
 from ckpt.testing.conformance.store_cases import assert_whole, publish, read_all, write
 from tests.unit.storage.failing_store import KINDS, FailingStore, RefusingStore

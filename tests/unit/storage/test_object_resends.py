@@ -20,7 +20,7 @@ from ckpt.storage._object.client import ObjectClient
 from ckpt.storage._object.config import S3, Memory
 from ckpt.storage._object.connection import connect
 from ckpt.storage._object.errors import RequestFailed
-from ckpt.storage._object.names import GONE
+from ckpt.storage._object.listing import GONE
 from ckpt.storage._object.storage import ObjectStorage
 from ckpt.testing.conformance.store_cases import assert_whole, publish, write
 

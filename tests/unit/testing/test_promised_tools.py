@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tests.support.faults as faults
-from ckpt._format.dtypes import DTYPES
+from ckpt._format.array_format import DTYPES
 from ckpt.testing import strategies
 from tests.support.faults import Crash, Fail, FaultyFiles, FileOperation, Short, Wait
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ckpt._tiers.drains.drain_backlog import DrainBacklog, pause_after
+from ckpt._tiers.drains.drain import DrainBacklog, pause_after
 
 MOST = 3
 STEPS = st.integers(0, 9)

@@ -271,7 +271,7 @@ def test_a_step_that_waits_is_kept_from_retention(drains: Drains) -> None:
 def test_the_hold_is_renewed_while_a_step_waits(
     drains: Drains, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt._tiers.drains.drain_backlog._LEASE_SECONDS", 3.0)
+    monkeypatch.setattr("ckpt._tiers.drains.drain._LEASE_SECONDS", 3.0)
 
     async def body(drainer: Drainer) -> None:
         drains.is_down = True

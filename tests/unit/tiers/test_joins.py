@@ -23,12 +23,10 @@ from ckpt._conversion.copies.step_copy import at_once
 from ckpt._runtime.loop import call_once
 from ckpt._tiers.drains import drainer as drainer_module
 from ckpt._tiers.drains import join_notes
-from ckpt._tiers.drains.drain import DrainResult
-from ckpt._tiers.drains.drain_backlog import DrainBacklog
+from ckpt._tiers.drains.drain import DrainBacklog, DrainResult
 from ckpt._tiers.drains.drainer import DrainRoute, draining
 from ckpt._tiers.drains.follower import Follower
-from ckpt._tiers.drains.join_notes import PARTS, STATES, JoinNotes
-from ckpt._tiers.drains.join_part import save_at
+from ckpt._tiers.drains.join_notes import PARTS, STATES, JoinNotes, save_at
 from ckpt._tiers.drains.leader import part_transfer
 from ckpt.storage._manifests import read_manifest
 from ckpt.storage._resolve import open_root

@@ -7,8 +7,14 @@ from collections import Counter
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from ckpt._tiers.peers.parts import SnapshotPart
-from ckpt._tiers.peers.recovery import Inventory, Recovery, distance_between, recovery_of, why_not
+from ckpt._tiers.peers.parts import (
+    Inventory,
+    Recovery,
+    SnapshotPart,
+    distance_between,
+    recovery_of,
+    why_not,
+)
 from ckpt._tiers.peers.wire import is_proof, new_key, new_nonce, proof_of
 
 Key = tuple[int, str]

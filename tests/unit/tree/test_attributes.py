@@ -23,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt._tree.attributes import difference
-from ckpt._tree.flatten import describe
+from ckpt._tree.registered_nodes import difference
+from ckpt._tree.structure import describe
 from ckpt.errors import UnsupportedLeafError
 
 

@@ -17,9 +17,8 @@ from msgspec.structs import replace
 
 from ckpt._format.manifest import ItemEntry, Manifest, Node, decode, encode
 from ckpt._tree.boxes import unboxed_names
-from ckpt._tree.classes import UnknownNode
-from ckpt._tree.flatten import describe
-from ckpt._tree.unflatten import unflatten
+from ckpt._tree.static_values import UnknownNode
+from ckpt._tree.structure import describe, unflatten
 from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedLeafError
 from ckpt.testing.compare import differences
 from ckpt.testing.strategies import Empty, Pair, keys, python_scalars, trees

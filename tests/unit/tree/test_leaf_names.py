@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt._tree.item_leaves import branch_of, leaf_of_item, split_leaf
-from ckpt._tree.leaf_names import ROOT, escape_key, join_keys, sibling_names, unescape_key
+from ckpt._tree.leaf_names import (
+    ROOT,
+    branch_of,
+    escape_key,
+    join_keys,
+    leaf_of_item,
+    sibling_names,
+    split_leaf,
+    unescape_key,
+)
 from ckpt.errors import InvalidArgumentError
 from ckpt.testing.strategies import keys, string_keys
 

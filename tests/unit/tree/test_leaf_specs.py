@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt._format.dtypes import DTYPES, parse_dtype
+from ckpt._format.array_format import DTYPES, parse_dtype
 from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import ItemEntry, decode_item, encode_item
 from ckpt._tree.leaf_kinds import CALLABLE, SCALAR_KINDS, decode_scalar

@@ -10,9 +10,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpt._tree.leaf_names import ROOT
-from ckpt._tree.patterns import compile_pattern, compile_rule, fill_stars, natural_key
-from ckpt._tree.suggestions import near_miss, suggestion
+from ckpt._tree.leaf_names import (
+    ROOT,
+    compile_pattern,
+    compile_rule,
+    fill_stars,
+    natural_key,
+    near_miss,
+    suggestion,
+)
 from ckpt.errors import InvalidArgumentError
 
 KEYS = st.text("ab1", min_size=1, max_size=3)

@@ -22,10 +22,9 @@ from jax.tree_util import GetAttrKey, register_dataclass
 from msgspec.structs import replace
 
 from ckpt._format.manifest import Node
-from ckpt._tree.classes import Classes, UnknownNode, class_name, find_class, known_classes
-from ckpt._tree.flatten import describe
 from ckpt._tree.leaf_specs import classify
-from ckpt._tree.unflatten import unflatten
+from ckpt._tree.static_values import Classes, UnknownNode, class_name, find_class, known_classes
+from ckpt._tree.structure import describe, unflatten
 from ckpt.errors import CheckpointError, InvalidArgumentError, UnsupportedLeafError
 from ckpt.testing.compare import differences
 
@@ -314,7 +313,7 @@ NAMES = st.sampled_from(
     [f"{HERE}:{kind}" for kind in ("Layer", "Keyed", "Unregistered", "Color", "Node", "CALLS")]
     + ["builtins:dict", "builtins:list", "builtins:type", "types:NoneType", "collections:deque"]
     + ["collections:OrderedDict", "collections:defaultdict", "subprocess:Popen", "pathlib:Path"]
-    + ["ckpt.testing.strategies:Pair", "ckpt._tree.classes:UnknownNode", "builtins:object"]
+    + ["ckpt.testing.strategies:Pair", "ckpt._tree.static_values:UnknownNode", "builtins:object"]
 )
 PLAIN_JSON: Any = st.one_of(
     st.none(),
@@ -350,7 +349,7 @@ def test_any_record_of_a_node_is_an_object_with_these_children_or_corruption(
         found, unbuilt = unflatten([node], children)
     except CheckpointError:
         return
-    assert (type(found) is UnknownNode) == bool(unbuilt) or name.endswith("classes:UnknownNode")
+    assert (type(found) is UnknownNode) == bool(unbuilt) or name.endswith(":UnknownNode")
     leaves = jax.tree.leaves(found)
     assert all(one is other for one, other in zip(leaves, children, strict=True))
     if type(found) is not UnknownNode:
@@ -360,7 +359,7 @@ def test_any_record_of_a_node_is_an_object_with_these_children_or_corruption(
 HOSTILE = """
 from test_registered_nodes import HERE
 from ckpt.errors import CheckpointError
-from ckpt._tree.unflatten import unflatten
+from ckpt._tree.structure import unflatten
 from ckpt.manifest import Node
 kinds = ["builtins:dict", "builtins:list", "builtins:tuple", "types:NoneType"]
 kinds += ["collections:OrderedDict", "collections:defaultdict"]

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from ckpt._format.dtypes import DTYPES
-from ckpt._tree.classes import class_name
-from ckpt._tree.static_values import decode_key, decode_value, encode_key, encode_value
+from ckpt._format.array_format import DTYPES
+from ckpt._tree.static_values import class_name, decode_key, decode_value, encode_key, encode_value
 from ckpt.errors import CorruptCheckpointError
 from ckpt.testing.compare import differences
 from ckpt.testing.strategies import keys, numpy_scalars, python_scalars

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt._vitals.extension.merged_signs import unequal_leaves
-from ckpt._vitals.records import COPY, no_copies
+from ckpt._vitals.signs import COPY, no_copies
 
 Prints = tuple[int, int]
 # By process, leaf and chunk the fingerprint; few of each, so that many meet.

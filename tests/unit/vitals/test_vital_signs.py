@@ -12,9 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt._format.dtypes import DTYPES
-from ckpt._vitals.records import SIGNS, LeafSigns, no_signs, record_of, signs_of
-from ckpt._vitals.signs import box_signs, join_signs, whole_signs
+from ckpt._format.array_format import DTYPES
+from ckpt._vitals.signs import (
+    SIGNS,
+    LeafSigns,
+    box_signs,
+    join_signs,
+    no_signs,
+    record_of,
+    signs_of,
+    whole_signs,
+)
 
 Array = np.ndarray[Any, Any]
 NAMES = sorted(DTYPES)

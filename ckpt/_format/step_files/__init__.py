@@ -1,1 +1,0 @@
-"""The files of a step: their names, files outside of the step, and the parts of a job."""

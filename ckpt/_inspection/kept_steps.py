@@ -1,0 +1,346 @@
+"""The steps of a root that a keep policy keeps, with reasons, and those that people pin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ckpt._inspection.json_values import time_of
+from ckpt._inspection.locations import RunRoot, checkpoint_at, locate, refuse_doubled, step_path_of
+from ckpt._inspection.removals import trash_of_run
+from ckpt._steps.index import IndexedStep
+from ckpt._steps.pins import check_pin_name, pin, pins, unpin
+from ckpt._steps.removal.deletion_plan import DeletionPlan
+from ckpt._steps.removal.retention import Retention
+from ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    InvalidArgumentError,
+    NotACheckpointError,
+)
+from ckpt.keep._deletion import Deletion
+from ckpt.keep._health import Healthy, allowed_by, health_of
+from ckpt.keep._keep_policies import (
+    All,
+    ClosestToEvery,
+    EverySeconds,
+    EverySteps,
+    KeepPolicyLike,
+    KeepRules,
+    Latest,
+    Newer,
+    Steps,
+    steps_kept,
+)
+from ckpt.keep._keep_policies import Any as AnyOf
+from ckpt.keep._questions import SavedStep
+from ckpt.keep._ranking import Best
+
+_REGULAR = {3600.0: "hourly", 86_400.0: "daily", 604_800.0: "weekly"}
+_UNITS = ((86_400, "d"), (3600, "h"), (60, "min"))
+
+
+class PlannedStep(Struct, frozen=True):
+    """A step of a root, with the decision whether it is deleted.
+
+    Attributes:
+        step: Its number.
+        name: Name of its directory.
+        committed: Time of its commit (UTC); None if unknown.
+        age_seconds: Time since the commit.
+        stored_bytes: Bytes of its files; None if another library wrote it.
+        goes: True if it is deleted.
+        reasons: Reasons why it is kept; for a deleted step, the policies that do not keep it.
+    """
+
+    step: int
+    name: str
+    committed: datetime | None
+    age_seconds: float | None
+    stored_bytes: int | None
+    goes: bool
+    reasons: list[str]
+
+
+class ForgottenSteps(Struct, frozen=True):
+    """The steps of a root with the decisions of a policy, made or planned.
+
+    Attributes:
+        root: Path of the root.
+        steps: All steps before the deletion, ascending.
+        trash: The trash that steps go to; None if they are removed for good.
+        done: True if the call was to delete; False for a dry run.
+    """
+
+    root: str
+    steps: list[PlannedStep]
+    trash: str | None
+    done: bool
+
+
+async def forget_steps(
+    root: RunRoot,
+    policy: KeepPolicyLike,
+    given: str | None,
+    *,
+    for_good: bool,
+    dry_run: bool,
+) -> ForgottenSteps:
+    """Delete the steps that a policy does not keep, except the latest, pinned and foreign steps.
+
+    If the latest step is unhealthy, the last healthy step stays, too.
+
+    Args:
+        root: The root.
+        policy: The policy that keeps steps.
+        given: The trash that deleted steps go to; None for the trash of the run, if it has one.
+        for_good: True to use no trash.
+        dry_run: True to plan only.
+
+    Raises:
+        CheckpointError: The root cannot be read, or a step could not be deleted; all others were.
+    """
+    await refuse_doubled(root)
+    trash = await trash_of_run(root, given, for_good=for_good)
+    deletion = Deletion(trash=trash)
+    retention = Retention(root.storage, root.index, policy, deletion, (), time.time_ns)
+    found = await root.index.refresh()
+    going = (await retention.deletion_plan(found, says_spared=False)).steps
+    steps = await _planned(root, policy, found, going, await retention.saved_steps(found))
+    if not dry_run and going:
+        await root.storage.prepare()
+        await retention.prepare()
+        try:
+            await retention.preserve(DeletionPlan(going))
+        except ExceptionGroup as group:
+            raise _first(group) from group
+        left = await root.index.refresh()
+        steps = [_spared(each, left) if each.step in going else each for each in steps]
+    return ForgottenSteps(root.location, steps, trash, done=not dry_run)
+
+
+def _spared(planned: PlannedStep, left: Mapping[int, IndexedStep]) -> PlannedStep:
+    """Return the outcome for a step that was to go: it may have been pinned meanwhile."""
+    if planned.step not in left:
+        return planned
+    return replace(planned, goes=False, reasons=["pinned or saved anew meanwhile"])
+
+
+def _first(group: ExceptionGroup[Exception]) -> Exception:
+    found = group.subgroup(CheckpointError)
+    error: Exception = group if found is None else found
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def _planned(
+    root: RunRoot,
+    policy: KeepPolicyLike,
+    found: Mapping[int, IndexedStep],
+    going: Mapping[int, IndexedStep],
+    steps: Sequence[SavedStep],
+) -> list[PlannedStep]:
+    now = time.time()
+    kept = kept_for(policy, steps, now)
+    pinned = await pins(root.storage)
+    unmet = [text_of(policy)]
+    planned = []
+    for each, saved in zip(found.values(), steps, strict=True):
+        step = each.step
+        reasons = [*kept[step]]
+        if step in pinned:
+            reasons.append(f"pinned: {', '.join(pin.name for pin in pinned[step])}")
+        if step not in going and not reasons:
+            is_latest = saved is steps[-1]
+            health = health_of(saved, allowed_by(policy))
+            last = "last healthy" if health == "healthy" else "last of unknown health"
+            reasons = ["of another library" if each.is_foreign else "latest" if is_latest else last]
+        committed = each.committed_ns / 1e9
+        planned.append(
+            PlannedStep(
+                step,
+                each.step_dir,
+                time_of(each.committed_ns),
+                max(now - committed, 0.0) if committed else None,
+                each.stored_bytes,
+                step in going,
+                unmet if step in going else reasons,
+            )
+        )
+    return planned
+
+
+async def next_to_go(
+    root: RunRoot,
+    policy: KeepRules,
+    deletion: Deletion,
+    found: Mapping[int, IndexedStep],
+) -> DeletionPlan:
+    """Return what a run deletes after its next commit, unless the new step is a better one.
+
+    The new step is assumed to have the items of the step before it.
+
+    Raises:
+        CheckpointError: The pins of the root cannot be read, or the policy cannot be evaluated.
+    """
+    if not found:
+        return DeletionPlan()
+    now_ns = time.time_ns()
+    numbers = list(found)
+    distance = numbers[-1] - numbers[-2] if len(numbers) > 1 else 1
+    # The new step is assumed to be as healthy as the latest one.
+    times = {"created_ns": now_ns, "committed_ns": now_ns}
+    latest = found[numbers[-1]]
+    coming = replace(latest, step=latest.step + distance, metrics=None, library="", **times)
+    retention = Retention(root.storage, root.index, policy, deletion, (), time.time_ns)
+    with_it = {**found, coming.step: coming}
+    return await retention.deletion_plan(with_it, says_spared=False)
+
+
+def kept_for(
+    policy: KeepPolicyLike, steps: Sequence[SavedStep], now: float
+) -> dict[int, list[str]]:
+    """Return for every step the texts of the members of a policy that keep it.
+
+    Raises:
+        InvalidArgumentError: The policy cannot be evaluated.
+    """
+    found: dict[int, list[str]] = {each.step: [] for each in steps}
+    by_step = {each.step: each for each in steps}
+    for member in _members(policy):
+        for step in steps_kept(member, steps, now):
+            text = text_of(member)
+            if isinstance(member, Best) and isinstance(member.metric, str):
+                has_it = member.metric in (by_step[step].metrics or {})
+                text = text if has_it else f"without {member.metric}"
+            found[step].append(text)
+    return found
+
+
+def text_of(policy: KeepRules) -> str:
+    """Return a policy in a few words, such as `newest 3`."""
+    if isinstance(policy, Mapping):
+        # The name of each item comes after its policies, of which there may be several.
+        return ", ".join(f"{text_of(each)} ({name})" for name, each in policy.items())
+    match policy:
+        case AnyOf():
+            return ", ".join(text_of(each) for each in policy.policies)
+        case All():
+            return "all"
+        case Latest():
+            return f"newest {policy.n}"
+        case EverySteps():
+            return _at_most(f"{'every' if policy.exact else 'one of'} {policy.n}", policy)
+        case ClosestToEvery():
+            return _at_most(f"closest to every {policy.n}", policy)
+        case EverySeconds():
+            return _REGULAR.get(policy.seconds) or f"one in {_duration(policy.seconds)}"
+        case Newer():
+            return f"within {_duration(policy.seconds)}"
+        case Best() if isinstance(policy.metric, str):
+            return f"best {policy.metric}" if policy.n == 1 else f"best {policy.n} {policy.metric}"
+        case Healthy():
+            return "newest healthy" if policy.n == 1 else f"newest {policy.n} healthy"
+        case Steps():
+            return "chosen"
+    return repr(policy)
+
+
+def _members(policy: KeepPolicyLike) -> list[KeepPolicyLike]:
+    if isinstance(policy, AnyOf):
+        return [member for each in policy.policies for member in _members(each)]
+    return [policy]
+
+
+def _at_most(text: str, policy: EverySteps | ClosestToEvery) -> str:
+    return text if policy.max_to_keep is None else f"{text}, at most {policy.max_to_keep}"
+
+
+def _duration(seconds: float) -> str:
+    for length, unit in _UNITS:
+        if seconds % length == 0:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:g} s"
+
+
+class PinChange(Struct, frozen=True):
+    """Steps that were pinned or unpinned.
+
+    Attributes:
+        root: Path of their root.
+        name: Name of the pin.
+        steps: Numbers of the steps.
+        pinned: True if they are pinned now.
+    """
+
+    root: str
+    name: str
+    steps: list[int]
+    pinned: bool
+
+
+async def pin_at(path: str, name: str) -> PinChange:
+    """Pin a step; for a root, its latest step.
+
+    Raises:
+        InvalidArgumentError: The name is not valid for a pin, or the path is a single checkpoint.
+        CheckpointError: There is no step, or it cannot be read or pinned.
+    """
+    check_pin_name(name)
+    found = await checkpoint_at(path)
+    step = found.opened.manifest.step
+    if step is None:
+        raise InvalidArgumentError(
+            f"{found.location} is a single checkpoint: nothing deletes it, so it cannot be pinned"
+        )
+    await found.storage.prepare()
+
+    async def is_committed() -> bool:
+        return await found.storage.exists(found.opened.step_dir)
+
+    await pin(found.storage, step, name, is_committed)
+    return PinChange(found.storage.location, name, [step], pinned=True)
+
+
+async def unpin_at(path: str, name: str) -> PinChange:
+    """Remove a pin from a step, even a damaged or deleted one; for a root, from all steps with it.
+
+    Raises:
+        InvalidArgumentError: There is no such pin; lists the existing ones.
+        CheckpointError: There is neither a root nor a step, or the storage cannot be written.
+    """
+    check_pin_name(name)
+    place = step_path_of(path)
+    try:
+        found = await locate(path)
+    except (NotACheckpointError, CorruptCheckpointError):
+        if place is None:
+            raise
+        found = place.root
+    if isinstance(found, RunRoot) and (place is None or found is not place.root):
+        storage, only = found.storage, None
+    elif place is not None:
+        storage, only = place.root.storage, place.step
+    else:
+        raise InvalidArgumentError(f"{found.location} is a single checkpoint, which has no pins")
+    pinned = {
+        step: [each.name for each in some if each.seconds is None]
+        for step, some in (await pins(storage)).items()
+        if only in (None, step)
+    }
+    steps = [step for step, names in pinned.items() if name in names]
+    if not steps:
+        where = storage.location if only is None else f"step {only} of {storage.location}"
+        others = sorted({each for names in pinned.values() for each in names})
+        raise InvalidArgumentError(
+            f"no pin of {where} is called {name!r}; it has "
+            + (", ".join(map(repr, others)) or "none")
+        )
+    for step in steps:
+        await unpin(storage, step, name)
+    return PinChange(storage.location, name, steps, pinned=False)

@@ -1,1 +1,0 @@
-"""Checks of a machine and of a place for checkpoints."""

@@ -1,1 +1,0 @@
-"""Retention: kept steps, deleted steps, and leftovers of dead writers."""

@@ -1,1 +1,0 @@
-"""Durations of saves, and their costs for a run."""

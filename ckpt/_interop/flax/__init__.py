@@ -1,1 +1,0 @@
-"""Msgpack files of Flax as manifests, and the parts of that code that other readers use."""

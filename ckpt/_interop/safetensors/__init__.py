@@ -1,1 +1,0 @@
-"""Safetensors of other libraries, described as a manifest over their files."""

@@ -1,1 +1,0 @@
-"""Restores of steps: the choice of a step and of its items."""
