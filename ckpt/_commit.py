@@ -24,16 +24,24 @@ from ckpt.errors import CommitTimeoutError, InvalidArgumentError, NotInRootError
 logger = logging.getLogger("ckpt")
 
 Stage = Literal["waiting", "staging", "writing", "publishing", "done", "failed", "skipped"]
+# The stages that may follow each one; the others are ends. Of a save in parts, one is staged while
+# others are written. A step without items is refused when it would be published.
+NEXT_STAGES: dict[Stage, tuple[Stage, ...]] = {
+    "waiting": ("staging", "publishing", "skipped", "failed"),
+    "staging": ("writing", "skipped", "failed"),
+    "writing": ("staging", "publishing", "skipped", "failed"),
+    "publishing": ("done", "skipped", "failed"),
+}
+# Times that a manifest holds.
+_EARLY = ("blocked", "waited", "staged", "written")
 
 
 @dataclass(frozen=True, slots=True)
 class SaveStatistics:
     """The times of a save, in seconds, and the bytes that it did not have to write.
 
-    A time is None if it is not known.
-
-    A commit has all of them. The manifest of a step is written before the last two are known, so
-    the metadata of a step lacks these two.
+    A time is None if it is not known. A commit has all of them. The manifest of a step is written
+    before the last two are known, so the metadata of a step lacks these two.
 
     Attributes:
         blocked: From the call of `save` until it could return.
@@ -60,10 +68,6 @@ class SaveStatistics:
     merged: float | None = None
     published: float | None = None
     shared_bytes: int = 0
-
-
-# Times that a manifest holds.
-_EARLY = ("blocked", "waited", "staged", "written")
 
 
 class Stopwatch(msgspec.Struct):
@@ -307,9 +311,7 @@ class Commit:
 
         Example:
             ```python
-            error = commit.exception(timeout=60)
-            if error is not None:
-                print(error)
+            print(commit.exception(timeout=60))
             ```
         """
         self._wait(timeout)
@@ -488,7 +490,8 @@ class CommitHooks:
         self.is_excused = False
 
     def stage(self, stage: Stage) -> None:
-        """Set the present stage of the save."""
+        """Go on to the next stage of the save."""
+        assert stage in NEXT_STAGES.get(self.commit._stage, ()), (self.commit, stage)
         self.commit._stage = stage
 
     def advance(self, *, staged: int = 0, written: int = 0, total: int = 0) -> None:
@@ -504,7 +507,7 @@ class CommitHooks:
 
     def finish(self, info: StepInfo, *, in_root: bool = True) -> None:
         """End the save as durable; with `in_root`, the step has arrived in the root."""
-        self.commit._stage = "done"
+        self.stage("done")
         self.commit._future.set_result(info)
         if in_root:
             arrived(self.commit)
@@ -513,7 +516,7 @@ class CommitHooks:
         """End the save as turned down, by a policy or because it is there already."""
         commit = self.commit
         commit._skipped = reason
-        commit._stage = "skipped"
+        self.stage("skipped")
         # A skipped save has no error of its own, so the manager's exit raises nothing.
         commit._seen = True
         error = SaveSkippedError(
@@ -525,7 +528,7 @@ class CommitHooks:
 
     def fail(self, error: BaseException, *, owed: bool) -> None:
         """End the save with `error`; `owed` is True if only the commit delivers it."""
-        self.commit._stage = "failed"
+        self.stage("failed")
         self.commit._owed, self.commit._seen = owed, not owed
         self._end(error)
 

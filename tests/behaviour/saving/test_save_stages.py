@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt import errors
+from ckpt._commit import NEXT_STAGES, CommitHooks, Stage
 from ckpt._format.manifest import ItemEntry
 from ckpt.handlers._base import Deferred
 from tests.support.conditions import until
@@ -158,6 +160,14 @@ def in_two_parts(root: Path) -> None:
         part.save({"b": SMALL})
 
 
+def in_no_parts(root: Path) -> None:
+    with manager(root) as mgr, mgr.partial(1) as part:
+        part._save.loop.submit(part._save._finish)
+        with pytest.raises(errors.InvalidArgumentError, match="there is no item to save"):
+            part._save.commit.result(PATIENCE_S)
+        part.discard()
+
+
 def in_parts_with_a_broken_one(root: Path) -> None:
     with manager(root) as mgr:
         part = mgr.partial(1)
@@ -200,6 +210,7 @@ CASES: list[tuple[Callable[..., None], tuple[Any, ...], Seen]] = [
     (superseded_or_cancelled, ("superseded", LARGE), [WHOLE, [*SAVED, "skipped"], WHOLE]),
     (superseded_or_cancelled, ("cancelled", LARGE), [WHOLE, [*SAVED, "failed"]]),
     (in_two_parts, (), [[*SAVED, "staging", "writing", "publishing", "done"]]),
+    (in_no_parts, (), [["waiting", "publishing", "failed"]]),
     (in_parts_with_a_broken_one, (), [[*SAVED, "staging", "failed"]]),
     (
         in_parts_after_a_failure_that_nobody_has_seen,
@@ -207,6 +218,22 @@ CASES: list[tuple[Callable[..., None], tuple[Any, ...], Seen]] = [
         [[*SAVED, "failed"], ["waiting", "failed"]],
     ),
 ]
+
+
+def test_every_step_from_stage_to_stage_is_one_that_is_taken() -> None:
+    taken = {step for *_, saves in CASES for each in saves for step in itertools.pairwise(each)}
+    allowed = {(stage, after) for stage, some in NEXT_STAGES.items() for after in some}
+    # A save may fail at any time, and is cancelled or skipped until it has its name.
+    assert {step for step in allowed if step[1] not in ("skipped", "failed")} <= taken <= allowed
+
+
+@pytest.mark.parametrize("stage", get_args(Stage))
+def test_a_save_that_has_ended_enters_no_stage(stage: Stage) -> None:
+    hooks = CommitHooks(ckpt.Commit(1, lambda: None, lambda: None))
+    hooks.fail(ValueError("broken"), owed=False)
+    with pytest.raises(AssertionError):
+        hooks.stage(stage)
+    assert hooks.commit.stage == "failed"
 
 
 @pytest.mark.parametrize(("saves", "given", "expected"), CASES)
