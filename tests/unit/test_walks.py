@@ -1,8 +1,7 @@
-"""The two walks of docs/design/000-map.md are those of the code: each function names the next."""
+"""The two walks of docs/design/000-map.md have every frame of a save and a restore that is run."""
 
 from __future__ import annotations
 
-import ast
 import itertools
 import re
 import sys
@@ -10,99 +9,136 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
+import anyio
 import jax.numpy as jnp
 import pytest
 
-import ckpt.sync
+import ckpt
 from tests.support.paths import ROOT
 from tests.unit.test_architecture import FLOOR_OF, FLOORS, room_of
 
 MAP = (ROOT / "docs" / "design" / "000-map.md").read_text(encoding="utf-8")
-MOST_HOPS = {"save": 12, "restore": 10}
-# A handler is handed a writer or a reader of the engine: the one call that goes up.
-HANDLER = "handlers"
+PACKAGE = f"{ROOT}/ckpt/"
+# No walk gets longer.
+MOST_FRAMES = {"save": 20, "restore": 23}
+# What the frames of a walk go through on every floor: loops, tasks, threads.
+GROUND = "_runtime"
+# The steps up: a handler is handed a writer or a reader of the engine, and that writer the strategy
+# of the job.
+UP = {
+    "save": [("handlers", "_engine.save"), ("_engine.save", "_job")],
+    "restore": [("handlers", "_engine.restore")],
+}
+
+Edges = dict[tuple[str, str], str]
 
 
 def walk(name: str) -> list[tuple[str, str]]:
-    """Return file and function of each stop of a walk; the last is a function of the system."""
+    """Return how each frame of a walk is entered, and its name; the system's own call is last."""
     text = MAP.partition(f"<!-- walk: {name} -->")[2].partition("<!-- walk: end -->")[0]
-    stops = re.findall(r"^\d+\. `([^`]+)`", text, re.MULTILINE)
-    return [(file, function) for file, _, function in (stop.partition(": ") for stop in stops)]
+    return re.findall(r"^\d+\. (?:(task|thread): )?`([^`]+)`", text, re.MULTILINE)
 
 
-def names_in(file: str, function: str) -> set[str]:
-    """Return the names and attributes in the body of a function or method."""
-    node: Any = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    for part in function.split("."):
-        # Behind its overloads.
-        node = [each for each in node.body if getattr(each, "name", None) == part][-1]
-    inner = [each for statement in node.body for each in ast.walk(statement)]
-    names = {each.id for each in inner if isinstance(each, ast.Name)}
-    return names | {each.attr for each in inner if isinstance(each, ast.Attribute)}
+def label(code: CodeType) -> str:
+    return f"{Path(code.co_filename).relative_to(ROOT).as_posix()}: {code.co_qualname}"
+
+
+def is_own(code: CodeType) -> bool:
+    return code.co_filename.startswith(PACKAGE)
+
+
+def own(frame: FrameType | None) -> FrameType | None:
+    """Return the next frame of the package, from this one outwards."""
+    while frame is not None and not is_own(frame.f_code):
+        frame = frame.f_back
+    return frame
+
+
+def code_of(function: Any) -> CodeType | None:
+    while hasattr(function, "func"):
+        function = function.func
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code if code is not None and is_own(code) else None
 
 
 @contextmanager
-def functions_run() -> Iterator[set[tuple[str, str]]]:
-    """Collect file and qualified name of every function of the package that is called."""
-    found: set[tuple[str, str]] = set()
-    package = f"{ROOT}/ckpt/"
+def recorded() -> Iterator[Edges]:
+    """Collect who called what in the package, and who started what in a task or a thread."""
+    edges: Edges = {}
 
-    def note(frame: FrameType, event: str, _: object) -> None:
+    def note(frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(package):
-            file = Path(code.co_filename).relative_to(ROOT).as_posix()
-            found.add((file, code.co_qualname))
+        if event == "c_call" and is_own(code) and arg.__name__ in ("pwrite", "preadv"):
+            edges.setdefault((label(code), f"os.{arg.__name__}"), "")
+        if event != "call":
+            return
+        above = own(frame.f_back)
+        if above is None:
+            return
+        started: list[tuple[str, Any]] = []
+        if is_own(code):
+            edges.setdefault((label(above.f_code), label(code)), "")
+            if code.co_name == "schedule":
+                started = [("thread", each) for each in frame.f_locals["args"]]
+        elif code.co_name in ("start_soon", "start", "run_sync") and "func" in frame.f_locals:
+            how = "thread" if code.co_name == "run_sync" else "task"
+            started = [(how, frame.f_locals["func"])]
+        for how, function in started:
+            if (begun := code_of(function)) is not None:
+                edges.setdefault((label(above.f_code), label(begun)), how)
 
     threading.setprofile(note)
     sys.setprofile(note)
     try:
-        yield found
+        yield edges
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
 
 
-@pytest.mark.parametrize("name", MOST_HOPS)
-def test_a_walk_is_short(name: str) -> None:
-    hops = len(walk(name)) - 1
-    assert 5 < hops <= MOST_HOPS[name]
-    assert f"{hops} hops" in MAP
+@pytest.mark.parametrize("name", MOST_FRAMES)
+def test_a_walk_is_as_long_as_the_map_says(name: str) -> None:
+    frames = walk(name)[:-1]
+    entered = [how for how, _ in frames]
+    tasks, threads = entered.count("task"), entered.count("thread")
+    assert len(frames) <= MOST_FRAMES[name]
+    assert f"{len(frames)} frames, of which {tasks} begin a task and {threads} a thread" in MAP
 
 
-@pytest.mark.parametrize("name", MOST_HOPS)
-def test_each_function_of_a_walk_names_the_next(name: str) -> None:
-    stops = walk(name)
-    for (file, function), following in itertools.pairwise(stops):
-        called = (following[1] or following[0]).rpartition(".")[2]
-        assert called in names_in(file, function), (file, function, called)
+@pytest.mark.parametrize("name", MOST_FRAMES)
+def test_a_walk_goes_up_only_where_it_is_meant_to(name: str) -> None:
+    rooms = [room_of(stop.partition(".py")[0].replace("/", ".")) for _, stop in walk(name)[:-1]]
+    rooms = [room for room in rooms if room != GROUND]
+    steps = itertools.pairwise(rooms)
+    assert [step for step in steps if FLOOR_OF[step[0]] < FLOOR_OF[step[1]]] == UP[name]
 
 
-@pytest.mark.parametrize("name", MOST_HOPS)
-def test_a_walk_only_goes_down(name: str) -> None:
-    rooms = [room_of(file[:-3].replace("/", ".")) for file, _ in walk(name)[:-1]]
-    assert rooms.count(HANDLER) == 1
-    floors = [FLOOR_OF[room] for room in rooms if room != HANDLER]
-    assert floors == sorted(floors, reverse=True)
+@pytest.mark.parametrize("name", MOST_FRAMES)
+def test_a_save_and_a_restore_go_the_walks(name: str, tmp_path: Path) -> None:
+    state = {"w": jnp.arange(float(1 << 20)), "n": 3}
 
+    async def save(step: int) -> None:
+        async with ckpt.CheckpointManager(tmp_path) as mgr:
+            await (await mgr.save(step, state))
 
-def test_a_small_save_and_restore_go_the_walks(tmp_path: Path) -> None:
-    state = {"w": jnp.arange(1024.0), "n": 3}
-    with functions_run() as run, ckpt.sync.CheckpointManager(tmp_path) as mgr:
-        mgr.save(1, state).result()
-        mgr.restore(1)
-    # The plain face stands in for the other, which has the same service behind it.
-    for stop in [*walk("save")[1:-1], *walk("restore")[1:-1]]:
-        assert stop in run, stop
+    async def restore(step: int) -> None:
+        async with ckpt.CheckpointManager(tmp_path) as mgr:
+            await mgr.restore(step)
+
+    anyio.run(save, 1)
+    with recorded() as edges:
+        if name == "save":
+            anyio.run(save, 2)
+        else:
+            anyio.run(restore, 1)
+    for (_, caller), (how, stop) in itertools.pairwise(walk(name)):
+        assert edges.get((caller, stop)) == how, f"{caller} -> {how} {stop}"
 
 
 def test_the_drawing_names_every_room() -> None:
     drawing = MAP.partition("```\n")[2].partition("\n```")[0]
     rooms = {room for floor in FLOORS for room in floor}
-    words = set(re.findall(r"^ {2}([\w.]+)", drawing, re.MULTILINE))
-    words |= {word.rstrip(",") for word in drawing.split()}
-    finer = {room for room in rooms if room.rpartition(".")[0] == "_steps"}
-    assert rooms - finer <= words
-    assert {room.rpartition(".")[2] for room in finer} <= words | {"saves"}
+    assert rooms <= {word.strip(",;:") for word in drawing.split()}
