@@ -12,12 +12,15 @@ from typing import Any
 import click
 from click.shell_completion import shell_complete
 
+from ckpt._tree.leaf_names import near_miss
 from ckpt.cli import commands, exit_status
 from ckpt.cli.output import Warnings, note, prepare_streams
 from ckpt.errors import CheckpointError
 
 # Shells set this variable to ask for completions; `ckpt completion` prints the code for that.
 COMPLETION = "_CKPT_COMPLETE"
+# More than the first sentence of any command's help, so that none is cut.
+_LONG_HELP = 1000
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -29,6 +32,20 @@ class _Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return commands.load(cmd_name) if cmd_name in commands.NAMES else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in commands.NAMES:
+            ctx.fail(f"There is no command {args[0]!r:.60}{near_miss(args[0], commands.NAMES)}.")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, names in commands.GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [(name, commands.load(name).get_short_help_str(_LONG_HELP)) for name in names]
+                )
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

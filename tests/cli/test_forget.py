@@ -300,7 +300,7 @@ def test_items_that_were_dropped_are_shown(tmp_path: Path) -> None:
             mgr.save(step, items={"params": {"w": np.ones(4)}, "opt_state": {"m": np.ones(9)}})
     lines = ckpt_command("ls", tmp_path).out.splitlines()
     assert lines[1].endswith("without opt_state")
-    assert lines[2].endswith("dropped next: opt_state")
+    assert lines[2].endswith("loses opt_state with the next save")
     assert lines[-1].endswith("keeps: all (params), newest 2 (*)")
     found = ckpt_command("info", tmp_path / "1").out
     (line,) = (each for each in found.splitlines() if each.startswith("dropped"))

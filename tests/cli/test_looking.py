@@ -150,6 +150,31 @@ def test_a_damaged_step_is_named_and_the_others_are_listed(run_root: Path, tmp_p
     assert ckpt_command("tree", root / "30").status == 1
 
 
+def test_a_root_whose_steps_are_all_damaged_is_not_taken_for_an_empty_one(
+    run_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "runs"
+    shutil.copytree(run_root, root)
+    for manifest in root.glob("*/ckpt.json"):
+        manifest.write_bytes(b"{}")
+    ran = in_this_process(capsys, "ls", root)
+    assert ran.status == 1
+    assert "3 steps, none readable" in ran.out
+    (tmp_path / "empty").mkdir()
+    with ckpt.sync.CheckpointManager(tmp_path / "empty"):
+        ran = in_this_process(capsys, "ls", tmp_path / "empty")
+    assert (ran.status, "no steps" in ran.out) == (0, True)
+
+
+def test_without_a_path_the_steps_of_the_current_directory_are_listed(
+    run_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run_root)
+    here, there = in_this_process(capsys, "ls"), in_this_process(capsys, "ls", run_root)
+    assert here.status == 0
+    assert settled(here.out, root=run_root) == settled(there.out, root=run_root)
+
+
 def test_an_item_without_leaves_is_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

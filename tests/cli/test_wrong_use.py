@@ -212,9 +212,8 @@ def test_wrong_options_say_where_the_help_is(name: str) -> None:
 
 
 def test_a_command_that_there_is_not_leads_to_the_nearest() -> None:
-    ran = ckpt_command("lss")
-    assert ran.status == 2
-    assert "ls" in ran.err
+    check_refused(ckpt_command("verfy", "runs"), 2, "'verfy'", "is it 'verify'?")
+    check_refused(ckpt_command("quux"), 2, "There is no command 'quux'. See 'ckpt --help'.")
     assert ckpt_command().status == 2
     assert ckpt_command("--help").status == 0
     assert ckpt_command("--version").out.startswith("ckpt ")
@@ -225,6 +224,15 @@ def test_without_its_libraries_the_command_says_what_to_install(tmp_path: Path) 
     extra = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     ran = ckpt_command("ls", tmp_path, **extra)
     check_refused(ran, 2, "click", "pip install 'ckpt-jax[cli]'")
+
+
+def test_the_help_has_every_command_with_a_whole_sentence_below_a_heading() -> None:
+    shown = ckpt_command("--help").out
+    for heading, names in commands.GROUPS.items():
+        listed = shown.partition(f"\n{heading}:\n")[2].partition("\n\n")[0]
+        assert tuple(re.findall(r"^  (\w+) ", listed, re.MULTILINE)) == names
+        assert "..." not in listed
+        assert listed.count(".") == len(names)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

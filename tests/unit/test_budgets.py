@@ -47,7 +47,7 @@ LINES = {
     "_tiers": 4905,
     "_tree": 1470,
     "_vitals": 1300,
-    "cli": 3010,
+    "cli": 3012,
     "extensions": 81,
     "handlers": 1330,
     "keep": 625,

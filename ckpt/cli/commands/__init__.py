@@ -8,41 +8,22 @@ imports all commands.
 from __future__ import annotations
 
 import importlib
+import itertools
 
 import click
 
-# In the order of the help.
-NAMES = (
-    "ls",
-    "info",
-    "tree",
-    "show",
-    "diff",
-    "bisect",
-    "du",
-    "explain",
-    "log",
-    "verify",
-    "cp",
-    "convert",
-    "adopt",
-    "merge",
-    "rm",
-    "forget",
-    "undelete",
-    "gc",
-    "pin",
-    "unpin",
-    "watch",
-    "norms",
-    "stats",
-    "goodput",
-    "trace",
-    "ui",
-    "bench",
-    "doctor",
-    "completion",
-)
+# As the help shows them.
+GROUPS = {
+    "Look": (
+        *("ls", "info", "tree", "show", "du", "log", "watch", "ui"),
+        *("norms", "stats", "goodput", "trace", "explain"),
+    ),
+    "Compare": ("diff", "bisect", "verify"),
+    "Move": ("cp", "convert", "adopt", "merge"),
+    "Tidy": ("rm", "forget", "undelete", "gc", "pin", "unpin"),
+    "This machine": ("bench", "doctor", "completion"),
+}
+NAMES = tuple(itertools.chain.from_iterable(GROUPS.values()))
 
 
 def load(name: str) -> click.Command:

@@ -11,15 +11,21 @@ from ckpt._inspection.listed_steps import ListedAttempt, ListedStep, RootListing
 from ckpt._inspection.locations import root_at
 from ckpt._tree.table import format_bytes
 from ckpt.cli import options
+from ckpt.cli.exit_status import FOUND, OK
 from ckpt.cli.output import age_text, count_text, metric_text, printable, show, table
 
 
 @click.command()
-@options.path
+@click.argument("path", type=options.PATH, default=".")
 @options.as_json
-def ls(path: str, as_json: bool) -> None:
-    """List the steps of a root: age, size, metrics and pins; and those that are being saved."""
-    show(anyio.run(_listing, path), _view, as_json=as_json)
+def ls(path: str, as_json: bool) -> int:
+    """List the steps of a root: age, size, metrics and pins; and those that are being saved.
+
+    Without a path, the root is the current directory.
+    """
+    listing = anyio.run(_listing, path)
+    show(listing, _view, as_json=as_json)
+    return FOUND if _none_readable(listing) else OK
 
 
 async def _listing(path: str) -> RootListing:
@@ -57,8 +63,14 @@ def _view(listing: RootListing) -> Iterator[str]:
     known = [each.stored_bytes for each in steps if each.stored_bytes is not None]
     total = f", {format_bytes(sum(known))}" if known else ""
     what = f"{count_text(len(steps), 'step')}{total}" if steps else "no steps"
+    if _none_readable(listing):
+        what = f"{count_text(len(listing.unreadable), 'step')}, none readable"
     what += "" if listing.keeps is None else f"; keeps: {printable(listing.keeps)}"
     yield click.style(f"{printable(listing.root)}: {what}", dim=True)
+
+
+def _none_readable(listing: RootListing) -> bool:
+    return bool(listing.unreadable) and not listing.steps
 
 
 def _health(step: ListedStep) -> str:
@@ -83,9 +95,9 @@ def _attempt(attempt: ListedAttempt) -> str:
 def _notes(step: ListedStep, keeps: str | None) -> str:
     notes = [f"pinned: {', '.join(step.pins)}"] if step.pins else []
     if step.goes_next:
-        notes.append(f"deleted next: none of {keeps}")
+        notes.append(f"goes with the next save: none of {keeps}")
     if step.drops_next:
-        notes.append(f"dropped next: {', '.join(step.drops_next)}")
+        notes.append(f"loses {', '.join(step.drops_next)} with the next save")
     if step.dropped:
         notes.append(f"without {', '.join(step.dropped)}")
     if step.writer != "ckpt":

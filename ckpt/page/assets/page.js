@@ -178,8 +178,8 @@ function showSteps(metrics) {
     const notes = each.pins.length ? [`pinned: ${each.pins.join(", ")}`] : [];
     if (each.writer !== "ckpt") notes.push(`written by ${each.writer}`);
     if (each.dropped.length) notes.push(`without ${each.dropped.join(", ")}`);
-    if (goes(each)) notes.push("is deleted next");
-    if (each.drops_next.length) notes.push(`loses ${each.drops_next.join(", ")} next`);
+    if (goes(each)) notes.push("goes with the next save");
+    if (each.drops_next.length) notes.push(`loses ${each.drops_next.join(", ")} with the next save`);
     const button = make("button", { type: "button", click: () => choose(each.step) }, each.step);
     return make(
       "tr", { "aria-current": each.step === chosen ? "true" : null },
@@ -234,7 +234,7 @@ function showChart() {
   const going = steps.filter(goes).length;
   const text = steps.length
     ? [`Bars: bytes of ${count(steps.length, "step")}, at most ${size(largest)}`,
-       pinned ? `${pinned} pinned` : "", going ? `${going} to be deleted next` : "",
+       pinned ? `${pinned} pinned` : "", going ? `${going} to go with the next save` : "",
        points.length ? `line: ${name}, ${metric(low)} to ${metric(high)}` : ""]
     : ["There are no steps yet"];
   byId("chart-text").textContent = `${text.filter(Boolean).join("; ")}.`;
