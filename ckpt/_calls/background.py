@@ -124,10 +124,10 @@ class BackgroundSaves:
             backlog.leave(run)
         if run.commit.done():
             return
-        self._commits.drop(hooks)
-        info = finished(storage, request, manifest, hooks)
-        run.recorder.end(run.began_ns, "ok", nbytes=info.nbytes)
-        hooks.finish(info)
+        with run.reporting(storage.location):
+            info = finished(storage, request, manifest, hooks)
+            run.recorder.end(run.began_ns, "ok", nbytes=info.nbytes)
+            hooks.finish(info)
         # This work uses the pause before the next save; nothing waits for it.
         await engine.arena.warm(lambda: backlog.is_empty and not self.loop.closed)
 

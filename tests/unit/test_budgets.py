@@ -34,7 +34,7 @@ LINES = {
     "_api": 977,
     # The right name for one that is unknown.
     "_api/hints": 84,
-    "_calls": 760,
+    "_calls": 767,
     "_conversion": 1957,
     "_engine": 5047,
     "_format": 1889,
@@ -43,8 +43,8 @@ LINES = {
     "_plan": 3037,
     "_runtime": 646,
     "_runtime/jax_internals": 47,
-    "_steps": 4762,
-    "_tiers": 4905,
+    "_steps": 4773,
+    "_tiers": 4910,
     "_tree": 1470,
     "_vitals": 1300,
     "cli": 3012,
@@ -60,7 +60,7 @@ LINES = {
 MODULES = 360
 # A manager is opened, saves or restores three leaves, and is closed, in a new process.
 RUN = {
-    "save": {"functions": 549, "modules": 75, "imported": 114},
+    "save": {"functions": 550, "modules": 75, "imported": 114},
     "restore": {"functions": 379, "modules": 72, "imported": 129},
 }
 # Names of `ckpt._plan` that the modules of `ckpt._engine` import; attributes of modules count.

@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal
@@ -297,6 +297,22 @@ class SaveRun:
             self._commits.drop(self.hooks)
             raise
         return self.commit, self.jobs[0], self.returned
+
+    @contextlib.contextmanager
+    def reporting(self, where: str) -> Iterator[None]:
+        """Run the body, which tells of a published step; if it raises, the save fails after all.
+
+        Nobody may wait for ever for an outcome.
+        """
+        self._commits.drop(self.hooks)
+        try:
+            yield
+        except Exception as error:
+            if not self.commit.done():
+                self._commits.adopt(self.hooks, where)
+                self.recorder.end_badly(self.began_ns, error)
+                self.fail(error, self.step)
+            raise
 
     @contextlib.asynccontextmanager
     async def ending(

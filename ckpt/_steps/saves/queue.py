@@ -416,17 +416,17 @@ class SaveQueue:
         assert run.cleaned_up is not None
         hooks = run.hooks
         try:
-            self.commits.drop(hooks)
-            path = f"{self.root.storage.location}/{run.step_dir}"
-            info = step_info(manifest, path, hooks.watch.taken)
-            # Set before the commit is done: a deletion that its caller starts must know the step.
-            self.root.retention.newest = manifest.step
-            self.history.committed(manifest)
-            save = save_id(manifest.save, manifest.created_ns)
-            self.on_committed(info, save, hooks.commit)
-            # Observers first: once the commit is done, the line is written and the bar is gone.
-            run.recorder.end(run.began_ns, "ok", nbytes=info.nbytes)
-            hooks.finish(info, in_root=not self.has_next_tier)
+            with run.reporting(self.root.storage.location):
+                path = f"{self.root.storage.location}/{run.step_dir}"
+                info = step_info(manifest, path, hooks.watch.taken)
+                # Set before the commit is done: a deletion that its caller starts must know it.
+                self.root.retention.newest = manifest.step
+                self.history.committed(manifest)
+                save = save_id(manifest.save, manifest.created_ns)
+                self.on_committed(info, save, hooks.commit)
+                # Observers first: once the commit is done, the line is written, the bar is gone.
+                run.recorder.end(run.began_ns, "ok", nbytes=info.nbytes)
+                hooks.finish(info, in_root=not self.has_next_tier)
             kept = ""
             if run.kept_seconds is not None:
                 run.recorder.preempted(run.kept_seconds)

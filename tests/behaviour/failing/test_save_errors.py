@@ -21,6 +21,7 @@ import pytest
 
 import ckpt
 import ckpt.sync
+from ckpt._steps.saves import queue
 from tests.behaviour.saving.odd_managers import (
     PATIENCE_S,
     SMALL,
@@ -533,3 +534,28 @@ def test_failures_that_were_fetched_are_not_kept(tmp_path: Path) -> None:
             assert isinstance(commit.exception(PATIENCE_S), ckpt.CheckpointError)
         mgr.save(5, SMALL).result(PATIENCE_S)
         assert len(mgr._service.saves.commits) == 0
+
+
+@pytest.mark.parametrize("how", ["save", "partial"])
+def test_a_save_whose_work_breaks_off_is_not_waited_for_for_ever(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("after the step was published")
+
+    monkeypatch.setattr(queue, "step_info", broken)
+    mgr = ckpt.sync.CheckpointManager(tmp_path)
+    if how == "save":
+        commit = mgr.save(1, {"w": 1})
+    else:
+        part = mgr.partial(1)
+        part.save({"w": 1})
+        commit = part._save.commit
+        with pytest.raises(ZeroDivisionError):
+            part.finalize()
+    until(commit.done)
+    with pytest.raises(ZeroDivisionError) if how == "save" else contextlib.nullcontext():
+        mgr.close()
+    assert commit.stage == "failed"
+    assert "was NOT saved: ZeroDivisionError" in caplog.text
+    assert "the newest durable step is 1" in caplog.text

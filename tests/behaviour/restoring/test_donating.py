@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 import ckpt
 import ckpt.sync
 from ckpt._engine.restore import destinations, placement
+from ckpt._engine.restore.destinations import uninitialized_arrays
 from tests.support.trees import assert_same
 
 DEVICES = jax.devices()
@@ -50,7 +51,7 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
     monkeypatch.setattr(destinations, "LEAST_BLANK", least)
 
     def blank(*args: Any) -> Any:
-        arrays = destinations.uninitialized_arrays(*args)
+        arrays = uninitialized_arrays(*args)
         assert arrays is not None
         found.extend(array for parts in arrays for array in parts)
         return arrays
@@ -144,7 +145,7 @@ def test_options_that_look_at_the_content_of_arrays(
     made: list[Any] = []
 
     def blank(*args: Any) -> Any:
-        made.append(destinations.uninitialized_arrays(*args))
+        made.append(uninitialized_arrays(*args))
         return made[-1]
 
     monkeypatch.setattr(destinations, "uninitialized_arrays", blank)
@@ -166,7 +167,7 @@ def test_where_jax_makes_no_blank_arrays_they_are_copied(
     def refuse(*_: Any) -> Any:
         raise RuntimeError("no such custom call")
 
-    monkeypatch.setattr(destinations, "uninitialized_arrays", destinations.uninitialized_arrays)
+    monkeypatch.setattr(destinations, "uninitialized_arrays", uninitialized_arrays)
     monkeypatch.setattr(destinations, "_program", refuse)
     saved = state()
     ckpt.sync.save(tmp_path / "x", saved)
