@@ -36,7 +36,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in commands.NAMES:
+        if args[0] not in commands.NAMES and not ctx.resilient_parsing:
             ctx.fail(f"There is no command {args[0]!r:.60}{near_miss(args[0], commands.NAMES)}.")
         return super().resolve_command(ctx, args)
 

@@ -247,3 +247,6 @@ def test_shells_complete_commands_and_options(shell: str) -> None:
         words["COMP_WORDS"] = "ckpt tree --s"
         found = ckpt_command(_CKPT_COMPLETE="bash_complete", **words | {"COMP_CWORD": "2"})
         assert found.out.split() == ["plain,--summary"]
+        words["COMP_WORDS"] = "ckpt vrify "
+        found = ckpt_command(_CKPT_COMPLETE="bash_complete", **words | {"COMP_CWORD": "2"})
+        assert (found.status, found.err) == (0, "")
