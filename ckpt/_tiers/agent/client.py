@@ -216,14 +216,18 @@ class AgentClient:
         Cancellation: the agent may do it all the same; see `under_way`.
         """
         await run_in_thread(self.start)
-        asked = self._ask(request, again=again)
+        asked, was_ended = self._ask(request, again=again), False
         try:
             while not asked.result.done():
                 with anyio.move_on_after(min(_LOOK_SECONDS, ANSWER_SECONDS)):
                     await settled(asked.result)
                     break
                 if self._is_silent:
+                    if was_ended:
+                        self._end_call(CallResult(asked.call.number, "its agent does not answer"))
+                        break
                     await run_in_thread(self._end_silent)
+                    was_ended = True
                 if again:
                     await run_in_thread(self.start)
                     if self._starts > _STARTS:
@@ -301,7 +305,8 @@ class AgentClient:
             self.start()
         if self._process is None:
             return not flush, ()
-        result = self._ask(CloseRequest(flush)).result
+        asked = self._ask(CloseRequest(flush))
+        result, writes = asked.result, asked.connection is not None and self._setup.legs
         # The time begins with its first word: an agent that was just started takes a while.
         asked_at, ends = self._heard_at, math.inf
         while not (result.done() or self._is_silent) and time.monotonic() < ends:
@@ -314,7 +319,7 @@ class AgentClient:
                 self._process.kill()
             self._process.wait()
             self._drop()
-        return not closed.problem or not (flush or self._setup.legs), closed.left
+        return not closed.problem or not (flush or writes), closed.left
 
     def _drop(self) -> None:
         if self._socket is not None:
