@@ -40,6 +40,7 @@ from ckpt.handlers._registry import HandlersLike
 from ckpt.step_names import Standard, StepNames
 from ckpt.storage._base import Storage
 from ckpt.storage._resolve import PathLike, open_beside, open_root, open_step_dir, refuse_inside
+from ckpt.storage._store import Store
 
 if TYPE_CHECKING:
     from ckpt.coordination._base import Coordinator
@@ -267,12 +268,18 @@ def adopt_call(
     storage, step_dir = place_of(target, step, step_names)
     found, name = open_step_dir(source, follow=True)
     # Readers have no more of the source than its path or URL.
-    open_beside(found, f"{found.location}/{name}")
+    where = f"{found.location}/{name}"
+    if isinstance(source, Store) and "://" not in where:
+        raise InvalidArgumentError(
+            f"{redact(where)} is in a store that was given as an object, and has no URL by which "
+            "it could be read where it is. Take ckpt.convert instead"
+        )
+    open_beside(found, where)
     request = SaveRequest(step_dir, step, {}, False, None, None, if_exists)
     engine = make_engine(Staging(), (), ())
 
     async def call() -> StepInfo:
         opened = await opened_checkpoint(source, found, name)
-        return await adopt_step(opened, f"{found.location}/{name}", storage, request, engine)
+        return await adopt_step(opened, where, storage, request, engine)
 
     return call

@@ -352,6 +352,12 @@ def test_a_checkpoint_of_an_object_is_replaced_whole() -> None:
     assert anyio.run(place.list, ".ckpt-attempts/") == []
 
 
+class WithoutUrl(FilesOfFsspec):
+    @property
+    def location(self) -> str:
+        return f"bucket{self._root}"
+
+
 def test_what_an_object_cannot_be_is_said(tmp_path: Any) -> None:
     root = f"/{uuid.uuid4().hex}"
     with ckpt.sync.CheckpointManager(FilesOfFsspec(root)) as mgr:
@@ -366,5 +372,7 @@ def test_what_an_object_cannot_be_is_said(tmp_path: Any) -> None:
     # Other processes have no more of it than its URL.
     with pytest.raises(InvalidArgumentError, match="no storage is known for 'fsspec-memory'"):
         ckpt.sync.adopt(FilesOfFsspec(root), tmp_path / "virtual")
+    with pytest.raises(InvalidArgumentError, match="has no URL by which"):
+        ckpt.sync.adopt(WithoutUrl(root), tmp_path / "virtual")
     with pytest.raises(InvalidArgumentError, match="a store that was given as an object"):
         ckpt.sync.CheckpointManager(FilesOfFsspec(root), tiers=[ckpt.tiers.Tier(tmp_path)])
