@@ -7,8 +7,8 @@ has no public name for it.
 
 Settings of jax in the calling thread, for the threads that do the work. A mesh, a default device
 and the switch for 64 bits hold for one thread alone if they are set by a `with` block, or by
-`jax.set_mesh`. Settings of the whole program, such as a guard against transfers that nobody has
-asked for, are meant for the program's own code: a save was asked for.
+`jax.set_mesh`. Settings of the whole program, such as a guard against implicit transfers, are meant
+for the program's own code, and do not hold for a save.
 
 Threads: all of the library's threads start here, and refusals of the system are handled.
 `DaemonThreads` is an executor whose threads interpreter exit does not wait for. The threads of
@@ -392,7 +392,7 @@ _SECONDS = 2e-4
 
 
 class _Interval:
-    """The interval, and the value that it is set back to once nobody needs a short one."""
+    """The switch interval, and the value to restore once no save needs a short one."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()

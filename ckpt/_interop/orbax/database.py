@@ -213,7 +213,7 @@ class _Cursor:
                 base + path[:length].decode() for path, length in zip(paths, lengths, strict=True)
             ]
         except UnicodeDecodeError:
-            raise _damaged("a data file has a name that is no text") from None
+            raise _damaged("the name of a data file is not text") from None
         return _FileTable([base + text for text in texts], bases)
 
     def places(self, files: _FileTable, count: int) -> list[ValueLocation]:

@@ -300,15 +300,16 @@ class SaveRun:
 
     @contextlib.contextmanager
     def reporting(self, where: str) -> Iterator[None]:
-        """Run the body, which tells of a published step; if it raises, the save fails after all.
+        """Run the body, which reports a published step; if it raises, the save fails after all.
 
-        Nobody may wait for ever for an outcome.
+        Otherwise whoever waits for the commit would wait for ever.
         """
         self._commits.drop(self.hooks)
         try:
             yield
         except Exception as error:
             if not self.commit.done():
+                error.add_note("the step was published before this, and is durable")
                 self._commits.adopt(self.hooks, where)
                 self.recorder.end_badly(self.began_ns, error)
                 self.fail(error, self.step)

@@ -187,7 +187,7 @@ class SaveQueue:
         # Ask on the caller's thread, which may install signal handlers; the answer is kept.
         self._preemption.reached(step)
         run = SaveRun(request, self.loop, self.commits)
-        return run.submit(self.root.storage.location, self._save, request, force, run, refuse)
+        return run.submit(self.root.storage.location, self._save, force, run, refuse)
 
     @contextlib.contextmanager
     def opening(self, step: int, give_up: Callable[[str], None]) -> Iterator[None]:
@@ -208,18 +208,12 @@ class SaveQueue:
         with self._guard:
             return set(self._open.values())
 
-    async def _save(
-        self,
-        request: SaveRequest,
-        force: bool,
-        run: SaveRun,
-        refuse: Refuse | None,
-    ) -> None:
+    async def _save(self, force: bool, run: SaveRun, refuse: Refuse | None) -> None:
         """Run one save to its end; its outcome goes to its commit, or to the waiting call."""
         hooks, storage = run.hooks, self.root.storage
-        step = check_step(request.step)
+        step = check_step(run.step)
         logger.debug("saving step %s of %s", step, redact(storage.location))
-        request = replace(request, parent=self.history.parent)
+        request = replace(run.request, parent=self.history.parent)
         # This line comes before the first await, because it takes the turn of this call. Turns are
         # counted by step, so that an extra or missing call in one process harms no other step.
         processes = self.root.processes.save(_kind_of(request.step_dir), _save_title(step))

@@ -240,7 +240,7 @@ class AgentClient:
 
     @property
     def under_way(self) -> list[Request]:
-        """The requests that the agent works on, including those that nobody waits for."""
+        """The requests that the agent works on, awaited or not."""
         with self._guard:
             return [each.call.request for each in self._calls.values()]
 

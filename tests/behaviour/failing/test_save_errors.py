@@ -21,6 +21,7 @@ import pytest
 
 import ckpt
 import ckpt.sync
+from ckpt._calls import background
 from ckpt._steps.saves import queue
 from tests.behaviour.saving.odd_managers import (
     PATIENCE_S,
@@ -536,6 +537,18 @@ def test_failures_that_were_fetched_are_not_kept(tmp_path: Path) -> None:
         assert len(mgr._service.saves.commits) == 0
 
 
+def test_a_one_shot_save_that_breaks_off_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("after it was published")
+
+    monkeypatch.setattr(background, "finished", broken)
+    commit = ckpt.sync.save(tmp_path / "x", {"w": 1}, durable=False)
+    assert isinstance(commit.exception(PATIENCE_S), ZeroDivisionError)
+    assert ckpt.sync.load(tmp_path / "x") == {"w": 1}
+
+
 @pytest.mark.parametrize("how", ["save", "partial"])
 def test_a_save_whose_work_breaks_off_is_not_waited_for_for_ever(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -559,3 +572,6 @@ def test_a_save_whose_work_breaks_off_is_not_waited_for_for_ever(
     assert commit.stage == "failed"
     assert "was NOT saved: ZeroDivisionError" in caplog.text
     assert "the newest durable step is 1" in caplog.text
+    error = commit.exception()
+    assert error is not None
+    assert error.__notes__ == ["the step was published before this, and is durable"]

@@ -333,6 +333,38 @@ def test_an_agent_that_does_not_answer_a_call_is_replaced(
         assert done.problem == ("" if again else "its agent does not answer within 0 s")
 
 
+def test_a_call_ends_one_silent_agent_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are left for the rest of the run."""
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
+    silent.chmod(0o700)
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(sys, "executable", str(silent))
+    with bare_agent(tmp_path / "run") as agent:
+        request = PartRemovalRequest("/nowhere")
+        done = anyio.run(partial(agent.call, request, again=True))
+        assert done.problem == "its agent does not answer"
+        assert agent._starts == 2
+        assert agent.under_way == []
+
+
+def test_an_agent_that_is_gone_before_the_end_holds_nothing_back(tmp_path: Path) -> None:
+    first, second = (place_to_json(str(tmp_path / name)) for name in "ab")
+    leg = TransferLeg(first, second, None, 2)
+    setup = AgentSetup(os.getpid(), place_to_json(str(tmp_path)), (), 1.0, legs=(leg,))
+    agent = client.AgentClient(setup, print, list)
+    agent.start()
+    process = agent._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    agent._listener.join(PATIENCE_S)
+    assert agent.close(flush=False, timeout=PATIENCE_S) == (True, ())
+    agent.untap_signals()
+
+
 def test_an_agent_that_cannot_be_started_answers_no_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
