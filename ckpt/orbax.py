@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt._arguments import invalid
 from ckpt._format.manifest_head import FILE_NAME, peek
+from ckpt._format.step_files import SUCCESS
 from ckpt.step_names import Standard, StepNames, checked
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_SUCCESS = "commit_success.txt"
 _STORES = ("gs://", "s3://")
 
 
@@ -126,7 +126,7 @@ class NameFormat:
         except (FileNotFoundError, NotADirectoryError):
             # A step of Orbax: on a disk it gets its name when it is committed.
             in_store = str(directory).startswith(_STORES)
-            is_committed = (directory / _SUCCESS).exists() if in_store else directory.is_dir()
+            is_committed = (directory / SUCCESS).exists() if in_store else directory.is_dir()
             return step_lib.Metadata(step, directory) if is_committed else None
         # A step that was renamed does not count.
         if summary is None or summary.step not in (None, step):

@@ -19,40 +19,42 @@ from ckpt._format.manifest_head import FILE_NAME, INVALID, PART_FILE
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
 
 _ITEM = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\Z")
+# Files by which Orbax knows a step of its own: the first that it writes, and the last.
+BEGUN, SUCCESS = "_CHECKPOINT_METADATA", "commit_success.txt"
+# Part of the names of steps and items that Orbax has not finished.
+UNFINISHED = ".orbax-checkpoint-tmp"
+_MARK = "Checkpoint commit was successful to "
+# Names that this library and its Orbax view use in an item's directory, beside that of the data.
+_ITEM_FILES = frozenset(
+    {"_METADATA", "_sharding", "_strings.json", "array_metadatas", SUCCESS, "manifest.ocdbt"}
+)
 # Names that Orbax or this library use in the directory of a step or a root.
-RESERVED_ITEMS = frozenset(
-    {
-        "AUTO",
-        "_CHECKPOINT_DELETION",
-        "_CHECKPOINT_METADATA",
-        "_METADATA",
-        "_sharding",
-        "_strings.json",
-        "array_metadatas",
-        "commit_success.txt",
-        "manifest.ocdbt",
-        "metadata",
-        "metrics",
-        "orbax.checkpoint",
-        FILE_NAME,
-        PART_FILE,
-    }
-)
-# Names that this library and its Orbax view use in an item's directory.
-_RESERVED = frozenset(
-    {
-        "_METADATA",
-        "_sharding",
-        "_strings.json",
-        "array_metadatas",
-        "commit_success.txt",
-        "d",
-        "manifest.ocdbt",
-    }
-)
+RESERVED_ITEMS = _ITEM_FILES | {
+    "AUTO",
+    "_CHECKPOINT_DELETION",
+    "metadata",
+    "metrics",
+    "orbax.checkpoint",
+    BEGUN,
+    FILE_NAME,
+    PART_FILE,
+}
 # Every file system takes names of this many bytes, and paths of four times as many below a step.
 _MOST_NAME_BYTES = 255
 _MOST_BYTES = 1000
+
+
+def success_mark(step_dir: str) -> bytes:
+    """Return the content of `commit_success.txt` in a step of this library: it has the name."""
+    return f"{_MARK}{step_dir}".encode()
+
+
+def is_own_mark(success: bytes | None) -> bool:
+    """Return True if this library wrote a file `commit_success.txt`, with the name of a step.
+
+    Orbax writes the path of the step. Any other content is from neither.
+    """
+    return success is not None and success.startswith(_MARK.encode()) and b"/" not in success
 
 
 def check_item_name(name: object) -> str:
@@ -74,8 +76,7 @@ def is_item_name(name: object) -> TypeGuard[str]:
         isinstance(name, str)
         and _ITEM.match(name) is not None
         and name not in RESERVED_ITEMS
-        # To Orbax, this marks something unfinished.
-        and ".orbax-checkpoint-tmp" not in name
+        and UNFINISHED not in name
         and not name.startswith("ocdbt.process_")
     )
 
@@ -93,7 +94,7 @@ def check_file_path(path: object) -> str:
         raise ValueError(
             f"{path!r:.120} is not a relative path of plain names with '/' between them"
         )
-    if names[0] in _RESERVED or names[0].startswith("ocdbt.process_"):
+    if names[0] == "d" or names[0] in _ITEM_FILES or names[0].startswith("ocdbt.process_"):
         raise ValueError(f"{path!r:.120} is the name of a file of the format itself")
     return path
 
@@ -103,7 +104,7 @@ def _is_name(name: str) -> bool:
         name not in ("", ".", "..")
         and name.isprintable()
         and "\\" not in name
-        and ".orbax-checkpoint-tmp" not in name
+        and UNFINISHED not in name
         and len(name.encode()) <= _MOST_NAME_BYTES
     )
 

@@ -9,11 +9,11 @@ from msgspec.structs import replace
 
 from ckpt._engine.restore.step_files import FileLocation
 from ckpt._format.chunk_locations import places_in
-from ckpt._format.manifest import ItemEntry
+from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._format.manifest_head import FileEntry, digest
 from ckpt._format.step_files import SourceFile
 from ckpt._interop.flax import FORMAT as FLAX
-from ckpt._interop.foreign import ForeignCheckpoint, writable_items
+from ckpt._interop.foreign import ForeignFiles, writable_items
 from ckpt._interop.numpy_files import FORMAT as NUMPY
 from ckpt._runtime.futures import for_each
 from ckpt._runtime.threads import run_in_thread
@@ -42,7 +42,7 @@ class Adopted(Struct, frozen=True):
         return {path: FileEntry(len(data), digest(data)) for path, data in self.files.items()}
 
 
-async def adopted(found: ForeignCheckpoint) -> Adopted:
+async def adopted(manifest: Manifest, theirs: ForeignFiles) -> Adopted:
     """Return a checkpoint of another library as the items of a step.
 
     Raises:
@@ -50,26 +50,24 @@ async def adopted(found: ForeignCheckpoint) -> Adopted:
         UnsupportedFormatError: The checkpoint is a file of numpy or Flax, which must be converted.
         StorageError: The store refused.
     """
-    if found.manifest.format in (FLAX, NUMPY):
+    if manifest.format in (FLAX, NUMPY):
         raise UnsupportedFormatError(
-            f"files of {found.manifest.format} cannot be used where they are: they may be "
+            f"files of {manifest.format} cannot be used where they are: they may be "
             "compressed, in pieces, or in another order. Convert the file instead: ckpt.convert"
         )
     items: dict[str, ItemEntry] = {}
     places: dict[str, FileLocation] = {}
     sizes: dict[str, int] = {}
-    writable = writable_items(found.manifest)
+    writable = writable_items(manifest)
     files = {
-        path: found.files.kept[path]
-        for path in found.manifest.files
-        if path.partition("/")[0] in writable
+        path: theirs.kept[path] for path in manifest.files if path.partition("/")[0] in writable
     }
     for name, item in writable.items():
         ends = await run_in_thread(_ends, item)
         own = []
         for path, end in zip(item.data_files, ends, strict=True):
-            data = found.files.kept.get(f"{name}/{path}")
-            place = None if data is not None else found.files.place_of(f"{name}/{path}")
+            data = theirs.kept.get(f"{name}/{path}")
+            place = None if data is not None else theirs.place_of(f"{name}/{path}")
             # Like the names of all data files, this one is a digest.
             text = data if place is None else place.location.encode(errors="surrogateescape")
             own.append(f"d/{digest(text or b'')}")

@@ -14,6 +14,7 @@ from ckpt._interop.foreign import ForeignCheckpoint
 from ckpt._interop.numpy_files import ARRAY, open_numpy
 from ckpt._interop.orbax import layout as orbax
 from ckpt._interop.orbax.layout import OrbaxHead
+from ckpt._interop.orbax.step import open_orbax
 from ckpt._interop.safetensors import SUFFIX, is_header, open_safetensors
 from ckpt._runtime.futures import for_each
 from ckpt.errors import (
@@ -21,6 +22,7 @@ from ckpt.errors import (
     NotACheckpointError,
     StorageError,
     UnsupportedFormatError,
+    located,
 )
 from ckpt.storage._base import Storage, fingerprint
 
@@ -40,10 +42,10 @@ _UNREAD = (
 )
 
 
-async def open_file(
+async def open_foreign(
     storage: Storage, name: str, step: int | None = None
 ) -> ForeignCheckpoint | None:
-    """Return the checkpoint in a file, or in a directory of safetensors; None if there is none.
+    """Return the checkpoint of another library in a directory or file; None if there is none.
 
     Args:
         storage: The directory, or the place in a store.
@@ -51,11 +53,15 @@ async def open_file(
         step: The step of the root that the file is, which only a Flax file can be; or None.
 
     Raises:
-        NotACheckpointError: The file is empty.
+        NotACheckpointError: The file is empty, or Orbax began the checkpoint and never finished it.
         CorruptCheckpointError: A file is damaged, or missing; names it.
         UnsupportedFormatError: The file, or an array in it, is of an unsupported kind; names it.
         StorageError: The store refused.
     """
+    with located(step=step):
+        found = await open_orbax(storage, name, step)
+    if found is not None:
+        return found
     where = f"{storage.location}/{name}"
     head = await head_of(storage, name)
     if step is not None:

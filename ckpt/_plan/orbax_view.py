@@ -19,6 +19,7 @@ import numpy as np
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import ItemEntry, Node, ShardingEntry
 from ckpt._format.manifest_head import json_metrics
+from ckpt._format.step_files import BEGUN, SUCCESS, success_mark
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, MOST_SHOWN, decode_scalar
 from ckpt._tree.leaf_names import orbax_key, orbax_names, same_name, sibling_names
 
@@ -26,7 +27,6 @@ from ckpt._tree.leaf_names import orbax_key, orbax_names, same_name, sibling_nam
 _HANDLERS = "orbax.checkpoint._src.handlers"
 _TREE = f"{_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler"
 _JSON = f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler"
-_SUCCESS = "commit_success.txt"
 _SEQUENCE, _MAPPING = 1, 2
 _MOST_REPR = 1 << 10
 _ON_DEVICES = ("jax", "key")
@@ -109,8 +109,8 @@ def step_view(
     if in_store:
         files |= item_marks(step_dir, handlers)
     return files | {
-        "_CHECKPOINT_METADATA": _json(document),
-        _SUCCESS: _success(step_dir),
+        BEGUN: _json(document),
+        SUCCESS: success_mark(step_dir),
         "orbax.checkpoint": b"",
     }
 
@@ -128,11 +128,7 @@ def item_marks(step_dir: str, items: Iterable[str]) -> dict[str, bytes]:
 
     `items` are the items that Orbax knows of; its metrics are one of them.
     """
-    return {f"{name}/{_SUCCESS}": _success(step_dir) for name in items}
-
-
-def _success(step_dir: str) -> bytes:
-    return f"Checkpoint commit was successful to {step_dir}".encode()
+    return {f"{name}/{SUCCESS}": success_mark(step_dir) for name in items}
 
 
 def item_view(item: ItemEntry) -> dict[str, bytes]:

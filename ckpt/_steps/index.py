@@ -31,10 +31,9 @@ from ckpt._format.manifest_head import (
     left_behind,
     peek,
 )
-from ckpt._format.step_files import is_item_name
+from ckpt._format.step_files import UNFINISHED, is_item_name
 from ckpt._redaction import redact
 from ckpt._steps.opened import (
-    BEGUN,
     OpenedStep,
     UnreadableStep,
     described,
@@ -425,7 +424,7 @@ class StepIndex:
         """Return the names of possible steps: greatest step first, its written name first."""
         found = []
         names = await self.step_dirs()
-        self.begun = sorted(name for name in names if BEGUN in name)
+        self.begun = sorted(name for name in names if UNFINISHED in name)
         for name in names:
             step = self.names.step(name)
             if step is not None:

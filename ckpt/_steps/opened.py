@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from msgspec import Struct
 
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES
+from ckpt._format.step_files import BEGUN, SUCCESS, UNFINISHED, is_own_mark
 from ckpt.errors import (
     CorruptCheckpointError,
     InvalidArgumentError,
@@ -23,25 +24,19 @@ from ckpt.errors import (
     StepNotFoundError,
     StorageError,
     UnsupportedFormatError,
-    located,
 )
 from ckpt.storage._base import HasDirectories, Storage
 from ckpt.storage._manifests import read_manifest, read_sized
 from ckpt.storage._resolve import open_step_dir
 
 if TYPE_CHECKING:
-    from ckpt._engine.restore.step_files import StepFiles
     from ckpt._format.manifest import Manifest
+    from ckpt._interop.foreign import ForeignFiles
 
 # Kinds of such a directory: a damaged step of this library, a step of a later version, one without
 # read permission, a step that Orbax began and did not finish, or something else.
 Kind = Literal["damaged", "later", "forbidden", "orbax", "other"]
 
-# Orbax puts the first file into every step, and writes the whole path of the step into the second.
-_ORBAX_METADATA = "_CHECKPOINT_METADATA"
-_SUCCESS = "commit_success.txt"
-# Part of the names of steps and items that Orbax has not finished.
-BEGUN = ".orbax-checkpoint-tmp"
 _MOST_BYTES = 16 << 20
 _SHOWN = 12
 
@@ -71,17 +66,17 @@ async def look_closely(storage: Storage, step_dir: str, step: int) -> Unreadable
                 return None
             reason = f"{where}/{cut[step_dir]}; a copy of it is not complete, or it was damaged"
             return UnreadableStep(step, "damaged", reason)
-        success = await storage.read(step_dir, _SUCCESS, _MOST_BYTES)
+        success = await storage.read(step_dir, SUCCESS, _MOST_BYTES)
         if success is not None and success.endswith(f" {step_dir}".encode()):
             return UnreadableStep(step, "damaged", f"{where} has lost {FILE_NAME}")
-        is_begun = await storage.read(step_dir, _ORBAX_METADATA, _MOST_BYTES) is not None
+        is_begun = await storage.read(step_dir, BEGUN, _MOST_BYTES) is not None
         if not is_begun:
             # In an object store, the objects of a save under way have names like this, too.
             if not isinstance(storage, HasDirectories) or not await storage.exists(step_dir):
                 return None
-            is_begun = any(BEGUN in path for path in await storage.files(step_dir))
+            is_begun = any(UNFINISHED in path for path in await storage.files(step_dir))
         if is_begun:
-            reason = f"Orbax never finished {where}, or its {_ORBAX_METADATA} is damaged"
+            reason = f"Orbax never finished {where}, or its {BEGUN} is damaged"
             return UnreadableStep(step, "orbax", reason)
     except CorruptCheckpointError as error:
         return UnreadableStep(step, "damaged", error.message.rstrip("."))
@@ -135,7 +130,7 @@ class OpenedStep(Struct, frozen=True):
     storage: Storage
     step_dir: str
     manifest: Manifest
-    foreign: StepFiles | None = None
+    foreign: ForeignFiles | None = None
     manifest_bytes: int = 0
     item: str = ""
 
@@ -178,14 +173,9 @@ async def open_step(storage: Storage, step_dir: str, step: int | None = None) ->
         if inside is not None:
             return inside
         # Imported here, since most programs never need it.
-        from ckpt._interop.orbax.step import open_orbax
+        from ckpt._interop.files import open_foreign
 
-        with located(step=step):
-            found = await open_orbax(storage, step_dir, step)
-        if found is None:
-            from ckpt._interop.files import open_file
-
-            found = await open_file(storage, step_dir, step)
+        found = await open_foreign(storage, step_dir, step)
         return None if found is None else OpenedStep(storage, step_dir, found.manifest, found.files)
 
 
@@ -214,14 +204,11 @@ async def item_at(storage: Storage, name: str) -> OpenedStep | None:
 
 async def _manifest_of_step(storage: Storage, step_dir: str) -> Manifest | None:
     """Return the manifest of a step of this library; None if the directory is none."""
-    # Imported here, since most programs never need it.
-    from ckpt._interop.orbax.layout import MOST_BYTES, SUCCESS, is_own_mark
-
     try:
         try:
             return await read_manifest(storage, step_dir)
         except (NotACheckpointError, CorruptCheckpointError):
-            if is_own_mark(await storage.read(step_dir, SUCCESS, MOST_BYTES)):
+            if is_own_mark(await storage.read(step_dir, SUCCESS, _MOST_BYTES)):
                 raise
     except StorageError as error:
         # The user of a checkpoint need not have permission to read all folders above it.

@@ -8,6 +8,7 @@ from ckpt._arguments import shown
 from ckpt._engine.verify.report import NO_LIMITS, ReadLimits, VerifyReport
 from ckpt._events import Observer
 from ckpt._format.manifest_head import FILE_NAME
+from ckpt._format.step_files import BEGUN, SUCCESS, is_own_mark
 from ckpt._redaction import redact
 from ckpt._steps.misplaced import misplaced
 from ckpt._steps.opened import OpenedStep, item_at, open_step, shortened
@@ -97,12 +98,9 @@ async def _what_is_at(path: PathLike) -> str | None:
             f"{where} is a root with the steps {shortened(steps)}, not one checkpoint: give one of "
             f"them, such as {last}, or use a manager"
         )
-    # Only here, since most programs never need it.
-    from ckpt._interop.orbax.layout import STEP_FILE, SUCCESS, is_own_mark
-
     if is_own_mark(await root.read("", SUCCESS, _MOST_BYTES)):
         return f"{where} has lost its {FILE_NAME}; copy it again, or take another step"
-    if await root.read("", STEP_FILE, _MOST_BYTES) is not None:
+    if await root.read("", BEGUN, _MOST_BYTES) is not None:
         return (
             f"{where} is a checkpoint of Orbax. ckpt.load and ckpt.metadata read the items of it "
             "that they know; it has no digests to verify"

@@ -11,7 +11,7 @@ from ckpt._arguments import invalid, shown
 from ckpt._engine.engine import Engine
 from ckpt._engine.restore.context import RestoreContext
 from ckpt._engine.restore.pipeline import ItemTarget
-from ckpt._engine.restore.step_files import OtherCopies
+from ckpt._engine.restore.step_files import OtherCopies, StepFiles
 from ckpt._events import Observer
 from ckpt._format.manifest import Manifest
 from ckpt._plan.adapt import Adapt
@@ -52,7 +52,7 @@ def context_of(
         options: The options of the restore.
         copies: Other copies of the step, for parts that are damaged in this one.
     """
-    files = opened.foreign
+    files: StepFiles | None = opened.foreign
     if files is None and opened.manifest.sources:
         from ckpt._engine.restore.step_files import files_of
 

@@ -166,6 +166,24 @@ def test_the_core_names_vital_signs_only_where_it_is_known_to() -> None:
     assert {name: count for name, count in found.items() if count} == NAMES_SIGNS
 
 
+def test_the_core_reaches_readers_of_other_libraries_by_one_module_each_for_two_needs() -> None:
+    imported = {
+        (str(path.relative_to(PACKAGE)), node.module)
+        for room in CORE
+        for path in (PACKAGE / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("ckpt._interop")
+    }
+    opening, adopting = "ckpt._interop.files", "ckpt._interop.adoption"
+    assert imported == {
+        ("_steps/opened.py", opening),
+        ("_steps/index.py", opening),
+        ("_steps/saves/adoption.py", adopting),
+        # The type of the files of a foreign step.
+        ("_steps/opened.py", "ckpt._interop.foreign"),
+    }
+
+
 def test_a_save_and_a_restore_without_extensions_import_none(tmp_path: Path) -> None:
     script = (
         "import sys, numpy, ckpt.sync as ckpt\n"

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from ckpt._arguments import as_int, invalid, number_of_seconds
 from ckpt._format.manifest import ItemEntry
+from ckpt._format.step_files import SUCCESS
 from ckpt._tree.table import format_bytes
 from ckpt.errors import InvalidArgumentError
 
@@ -248,7 +249,6 @@ class FileSelection:
 
 # The files of an item that only Orbax reads; see docs/reference/format.md.
 _VIEW = frozenset({"_METADATA", "_sharding", "_strings.json", "array_metadatas/process_0"})
-_MARK = "commit_success.txt"
 _DATABASE = "manifest.ocdbt"
 
 
@@ -261,5 +261,5 @@ def role_of(item: ItemEntry, path: str) -> str:
     is_tree = bool(item.nodes or item.leaves)
     # In an item that is not a tree such a file is for Orbax, unless the handler reads it. Steps in
     # object stores have the mark in every item.
-    described = path == _MARK or (path == "metadata" and item.handler != "json")
+    described = path == SUCCESS or (path == "metadata" and item.handler != "json")
     return "view" if (is_tree and path in _VIEW) or described else "handler"

@@ -194,9 +194,4 @@ def _platform(entries: Iterable[ItemEntry]) -> str:
 
 def _in_memory(opened: OpenedStep) -> Collection[str]:
     """Return the data files that were read when the checkpoint was opened."""
-    if opened.foreign is None:
-        return ()
-    # This imports jax, which the readers of such files have imported already.
-    from ckpt._interop.foreign import ForeignFiles
-
-    return opened.foreign.kept if isinstance(opened.foreign, ForeignFiles) else ()
+    return () if opened.foreign is None else opened.foreign.kept

@@ -16,14 +16,13 @@ from typing import Any
 from msgspec import Struct
 
 from ckpt._format.manifest_head import digest
+from ckpt._format.step_files import BEGUN, SUCCESS, UNFINISHED, is_own_mark
 from ckpt._interop.orbax.database import MANIFEST
 from ckpt._interop.orbax.tree import TREE_FILE, may_be_packed
 from ckpt._interop.orbax.zarr_arrays import V2_FILE, V3_FILE
 from ckpt._runtime.futures import for_each
 from ckpt.storage._base import HasDirectories, Storage
 
-STEP_FILE = "_CHECKPOINT_METADATA"
-SUCCESS = "commit_success.txt"
 METRICS = "metrics"
 # End of the name of the file that describes a random key of jax or numpy.
 KEY_ABOUT = "_metadata/metadata"
@@ -34,8 +33,6 @@ ONE_LEAF = "checkpoint"
 MOST_BYTES = 256 << 20
 # A file that marks steps of this library for the newer interface of Orbax.
 MARK_V1 = "orbax.checkpoint"
-_OWN_MARK = b"Checkpoint commit was successful to "
-_UNFINISHED = ".orbax-checkpoint-tmp"
 _DEFAULT = "default"
 # Names of items for a state without a name, in the newer interface.
 _UNNAMED_V1 = ("state", "pytree")
@@ -48,7 +45,7 @@ _PLAIN_HANDLERS = {
     "proto": (".ProtoCheckpointHandler", ".ProtoHandler"),
 }
 # Files that Orbax puts into every checkpoint, or into every item.
-_MARKS = frozenset({STEP_FILE, SUCCESS, MARK_V1})
+_MARKS = frozenset({BEGUN, SUCCESS, MARK_V1})
 
 # Kinds of items that have arrays.
 TREES = ("tree", "array", "key")
@@ -71,14 +68,6 @@ class OrbaxItem(Struct, frozen=True):
     files: tuple[str, ...] = ()
 
 
-def is_own_mark(success: bytes | None) -> bool:
-    """Return True if this library wrote a file `commit_success.txt`, with the name of a step.
-
-    Orbax writes the path of the step. Any other content is from neither.
-    """
-    return success is not None and success.startswith(_OWN_MARK) and b"/" not in success
-
-
 def looks_like_ours(success: bytes | None, handlers: object, sizes: Sizes) -> bool:
     """Return True for a step of this library that was copied in part or lost its manifest."""
     if is_own_mark(success):
@@ -89,7 +78,7 @@ def looks_like_ours(success: bytes | None, handlers: object, sizes: Sizes) -> bo
 
 def unfinished(step_dir: str, sizes: Sizes) -> str | None:
     """Return a path that shows that a checkpoint was never finished, or None."""
-    return next((path for path in (step_dir, *sizes) if _UNFINISHED in path), None)
+    return next((path for path in (step_dir, *sizes) if UNFINISHED in path), None)
 
 
 def items_of(sizes: Sizes, handlers: object) -> dict[str, OrbaxItem]:
@@ -167,10 +156,10 @@ def is_checkpoint(items: Mapping[str, OrbaxItem], sizes: Sizes) -> bool:
 
     A directory that contains checkpoints, such as a root of named steps, is not one.
     """
-    if STEP_FILE in sizes:
+    if BEGUN in sizes:
         return bool(items)
     folders = [item.folder for item in items.values() if item.folder]
-    if any(folder + STEP_FILE in sizes for folder in folders):
+    if any(folder + BEGUN in sizes for folder in folders):
         return False
     return any(it.kind == "tree" or _is_array(it.folder, sizes) for it in items.values())
 
@@ -226,14 +215,14 @@ async def stamps_of(storage: Storage, names: Sequence[str]) -> list[Hashable | N
         # Orbax gives a directory its final name when everything is in it.
         return [*await storage.stamps(names, ".")]
     success = await storage.stamps(names, SUCCESS)
-    about = await storage.stamps(names, STEP_FILE)
+    about = await storage.stamps(names, BEGUN)
     return [pair if any(pair) else None for pair in zip(success, about, strict=True)]
 
 
 async def heads_of(storage: Storage, names: Sequence[str]) -> list[OrbaxHead | None]:
     """Return the head of each step directory; None if Orbax has not finished it."""
     read = partial(storage.read_each, names, limit=MOST_BYTES, head=_HEAD_BYTES)
-    abouts = await read(STEP_FILE, parse=_parse_about)
+    abouts = await read(BEGUN, parse=_parse_about)
     successes = await read(SUCCESS, parse=lambda data, _: data)
     metrics = await read(METRICS_FILE, parse=lambda data, _: _parse(data))
     heads: dict[str, OrbaxHead | None] = {}
@@ -263,7 +252,7 @@ async def heads_of(storage: Storage, names: Sequence[str]) -> list[OrbaxHead | N
 
 async def begun_ns(storage: Storage, step_dir: str) -> int:
     """Return the time at which Orbax began a step, in Unix nanoseconds; 0 if unknown."""
-    data = await storage.read(step_dir, STEP_FILE, MOST_BYTES)
+    data = await storage.read(step_dir, BEGUN, MOST_BYTES)
     about = None if data is None else _parse_about(data, len(data))
     return 0 if about is None else _time(about.document, "init_timestamp_nsecs")
 
@@ -276,7 +265,7 @@ def _head_of_files(
     items = items_of(sizes, handlers)
     if not is_checkpoint(items, sizes) or unfinished(name, sizes) is not None:
         return None
-    if looks_like_ours(success, handlers, sizes) or (about is None and STEP_FILE in sizes):
+    if looks_like_ours(success, handlers, sizes) or (about is None and BEGUN in sizes):
         return None
     return head_of(identity_of_files(sizes) if about is None else about.data, document, values)
 

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 
 from ckpt._format.manifest import ItemEntry, JsonValue, Manifest
 from ckpt._format.manifest_head import FileEntry, digest
+from ckpt._format.step_files import BEGUN, SUCCESS
 from ckpt._interop.foreign import ForeignCheckpoint, ForeignFiles
 from ckpt._interop.orbax.item import OrbaxItemReader, json_file, parse_json, plain_item
 from ckpt._interop.orbax.layout import (
     METRICS_FILE,
     MOST_BYTES,
-    STEP_FILE,
-    SUCCESS,
     TREES,
     OrbaxItem,
     Sizes,
@@ -67,10 +66,10 @@ async def open_orbax(
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
         return None
-    data = await storage.read(step_dir, STEP_FILE, MOST_BYTES) if STEP_FILE in sizes else None
-    about = {} if data is None else parse_json(data, f"{where}/{STEP_FILE}")
+    data = await storage.read(step_dir, BEGUN, MOST_BYTES) if BEGUN in sizes else None
+    about = {} if data is None else parse_json(data, f"{where}/{BEGUN}")
     if not isinstance(about, dict):
-        raise CorruptCheckpointError(f"{where}/{STEP_FILE} is damaged: expected an object")
+        raise CorruptCheckpointError(f"{where}/{BEGUN} is damaged: expected an object")
     handlers = about.get("item_handlers")
     items, mark = items_of(sizes, handlers), unfinished(step_dir, sizes)
     if not is_checkpoint(items, sizes):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from ckpt._commit import StepInfo, step_info
 from ckpt._engine.engine import Engine
@@ -26,9 +25,6 @@ from ckpt._steps.saves.save_arguments import clear_target
 from ckpt._tree.table import format_bytes
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.storage._base import Attempt, Storage
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("ckpt")
 
@@ -53,10 +49,9 @@ async def adopt_step(
     """
     # Imported here, since most programs never need it.
     from ckpt._interop.adoption import adopted
-    from ckpt._interop.foreign import ForeignCheckpoint, ForeignFiles
 
     old = opened.manifest
-    if not isinstance(opened.foreign, ForeignFiles):
+    if opened.foreign is None:
         raise InvalidArgumentError(
             f"{redact(where)} is a checkpoint of this library, or a part of one. Its manager may "
             "delete it, and what was adopted would be lost with it. Take ckpt.convert instead"
@@ -65,7 +60,7 @@ async def adopt_step(
     await storage.sweep()
     await clear_target(storage, request)
     began_ns = engine.now_ns()
-    new = await adopted(ForeignCheckpoint(old, opened.foreign))
+    new = await adopted(old, opened.foreign)
     manifests: list[Manifest] = []
 
     async def write(attempt: Attempt) -> Mapping[str, int]:

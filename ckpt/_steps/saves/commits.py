@@ -208,6 +208,9 @@ def _line(step: int | None, where: str, error: Exception, newest: int | None) ->
         return redact(f"{where} was NOT saved: {kind}{error}")
     # The line names the step first; do not repeat it.
     reason = f"{kind}{error}".removeprefix(f"step {step}: ").removeprefix(f"step {step}, ")
+    if newest == step:
+        failed = f"the save of step {step} of {where} failed: {reason}"
+        return redact(f"{failed}; a step {step} is there, and is durable")
     durable = "no step is durable yet" if newest is None else f"the newest durable step is {newest}"
     return redact(f"step {step} of {where} was NOT saved: {reason}; {durable}")
 

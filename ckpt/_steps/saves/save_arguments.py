@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from ckpt._arguments import check_step, invalid, number_of_seconds, one_of, plain_json
 from ckpt._engine.save.save_request import SaveRequest, step_exists
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, copied_metrics, peek, plain_metrics
-from ckpt._format.step_files import check_item_name
+from ckpt._format.step_files import UNFINISHED, check_item_name
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import IfExists, IfTaken
 from ckpt._steps.index import PassedOver
-from ckpt._steps.opened import BEGUN, look_closely
+from ckpt._steps.opened import look_closely
 from ckpt._steps.pins import pins
 from ckpt._steps.removal.retention import is_ours, spare_foreign_files
 from ckpt._tree.table import format_bytes
@@ -225,7 +225,7 @@ async def _may_go(storage: Storage, request: SaveRequest) -> bool:
         await storage.remove(name)
         return True
     is_theirs = FILE_NAME not in files and not files.keys().isdisjoint(MARKS)
-    return request.replaces_any and is_theirs and not any(BEGUN in path for path in files)
+    return request.replaces_any and is_theirs and not any(UNFINISHED in path for path in files)
 
 
 async def _why_passed_over(

@@ -14,6 +14,7 @@ import time
 import uuid
 
 from ckpt._format.manifest_head import FILE_NAME, peek
+from ckpt._format.step_files import BEGUN, SUCCESS
 from ckpt._runtime.futures import for_each
 from ckpt.storage._object.leases import record_names
 from ckpt.storage._store import Store, StoredObject
@@ -65,9 +66,8 @@ def attempt_of(data: bytes) -> str | None:
     return None if summary is None else summary.attempt
 
 
-_SUCCESS, _ABOUT = "commit_success.txt", "_CHECKPOINT_METADATA"
 # Files that mark a step of Orbax.
-MARKS = (_SUCCESS, _ABOUT)
+MARKS = (SUCCESS, BEGUN)
 
 
 async def is_foreign(keys: Store, step_dir: str) -> bool:
@@ -79,9 +79,9 @@ async def is_foreign(keys: Store, step_dir: str) -> bool:
         found[name] = await read
 
     await for_each(look, ("", *MARKS))
-    success = found[_SUCCESS]
+    success = found[SUCCESS]
     if success is None:
-        return (found[_ABOUT] or found[""]) is not None
+        return (found[BEGUN] or found[""]) is not None
     # Orbax writes the path of the step into it, this library the name alone.
     return b"/" in success.data
 
