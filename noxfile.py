@@ -180,6 +180,33 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session
+def build(session: nox.Session) -> None:
+    """Build a release, and use it where there is no repository: a killed run, then the command.
+
+    The wheel is built from the source archive, so both are complete. They stay in dist/.
+    """
+    session.install(*group("build"))
+    dist, away = Path("dist").resolve(), Path(session.create_tmp()).resolve()
+    shutil.rmtree(dist, ignore_errors=True)
+    shutil.rmtree(away / "runs", ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", str(dist))
+    session.run("twine", "check", "--strict", *map(str, dist.iterdir()))
+    example = shutil.copy("docs/examples/resume_after_kill.py", away)
+    session.run("python", "-m", "venv", "--clear", str(away / "venv"))
+    session.chdir(away)
+    [wheel] = dist.glob("*.whl")
+    env = hermetic_env(session)
+    installed = (f"{wheel}[cli]", *group("demo"))
+    for command in (
+        ("python", "-m", "pip", "install", "--quiet", *installed),
+        ("python", example, "--quick", "--root", "runs"),
+        ("ckpt", "--help"),
+        ("ckpt", "verify", "runs/interrupted"),
+    ):
+        session.run(str(away / "venv/bin" / command[0]), *command[1:], env=env, external=True)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Run the benchmarks; arguments after -- go to them."""
     session.install("-e", ".", *group("bench"))
