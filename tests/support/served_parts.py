@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,11 @@ from ckpt._settings import Timeouts
 from ckpt._tiers.peers import server
 from ckpt._tiers.peers.remote_part import Peer, fetch_part
 from ckpt._tiers.peers.server import PartServer
-from ckpt._tiers.peers.wire import (
-    ClientProof,
-    PartOpenRequest,
-    PartOpenResult,
-    ServerHello,
-    ServerProof,
-    new_key,
-    new_nonce,
-    proof_of,
-)
+from ckpt._tiers.peers.wire import Hello, PartOpenRequest, PartOpenResult, new_key
 from ckpt.storage import Local
 from ckpt.storage._local.storage import LocalStorage
 
-__all__ = ["ADDRESS", "SAVE", "Host", "Raw", "target_of"]
+__all__ = ["ADDRESS", "SAVE", "Host", "Raw", "Tagging", "target_of"]
 
 PATIENCE_S = 120
 ADDRESS = "127.0.0.1"
@@ -102,12 +94,31 @@ class Host:
                 await anyio.sleep(0.01)
 
 
+class Tagging:
+    """The tags of one side of a connection, as the protocol describes them."""
+
+    def __init__(self, key: str, role: str, server_nonce: str, client_nonce: str) -> None:
+        said = f"ckpt parts 2 {role} {server_nonce} {client_nonce}"
+        self._key = hmac.digest(bytes.fromhex(key), said.encode(), "sha256")
+        self.count = 0
+
+    def next(self, data: bytes) -> bytes:
+        self.count += 1
+        return hmac.digest(self._key, self.count.to_bytes(8, "big") + data, "sha256")
+
+
 class Raw:
-    """One end of a connection that sends what the test wants."""
+    """One end of a connection that sends what the test wants.
+
+    Attributes:
+        sent, received: The tags of either side, once `introduced` has been called.
+    """
 
     def __init__(self, stream: anyio.abc.ByteStream) -> None:
         self._stream = stream
         self._rest = b""
+        self.sent: Tagging | None = None
+        self.received: Tagging | None = None
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -118,9 +129,16 @@ class Raw:
 
     async def send(self, what: object) -> None:
         """Send bytes as they are, or a message as a line; the other side may be gone."""
-        data = what if isinstance(what, bytes) else msgspec.json.encode(what) + b"\n"
+        data = what if isinstance(what, bytes) else self.lined(what)
         with contextlib.suppress(anyio.BrokenResourceError):
             await self._stream.send(data)
+
+    def lined(self, message: object) -> bytes:
+        """Return a message as a line, with its tag."""
+        line = msgspec.json.encode(message)
+        if self.sent is not None:
+            line += b" " + self.sent.next(line).hex().encode()
+        return line + b"\n"
 
     async def line(self) -> bytes:
         """Return the next line; empty at the end."""
@@ -149,16 +167,30 @@ class Raw:
         """Wait for the end of the connection; tell whether nothing comes before it."""
         return await self.line() == b"" and self._rest == b""
 
-    async def introduced(self, key: str) -> Raw:
-        """Do the handshake as a client that knows the key."""
-        hello = msgspec.json.decode(await self.line(), type=ServerHello)
-        nonce = new_nonce()
-        await self.send(ClientProof(nonce, proof_of(key, "client", hello.nonce, nonce)))
-        welcome = msgspec.json.decode(await self.line(), type=ServerProof)
-        assert welcome.proof == proof_of(key, "server", hello.nonce, nonce)
+    async def introduced(self, key: str, role: str = "client", nonce: str = "0c" * 32) -> Raw:
+        """Exchange random numbers, as one that knows the key."""
+        await self.send(Hello(nonce))
+        hello = msgspec.json.decode(await self.line(), type=Hello)
+        nonces = (hello.nonce, nonce) if role == "client" else (nonce, hello.nonce)
+        ends = Tagging(key, "client", *nonces), Tagging(key, "server", *nonces)
+        self.sent, self.received = ends if role == "client" else ends[::-1]
         return self
+
+    async def message(self) -> bytes:
+        """Return the next message without its tag, which is right; empty at the end."""
+        line = await self.line()
+        said, _, tag = line.rpartition(b" ")
+        assert not line or (self.received and tag.decode() == self.received.next(said).hex())
+        return said
+
+    async def bytes_of(self, nbytes: int) -> bytes:
+        """Return the bytes of a file, whose tag is right."""
+        found, tag = await self.exactly(nbytes), await self.exactly(32)
+        assert self.received is not None
+        assert tag == self.received.next(found)
+        return found
 
     async def opened(self, wanted: PartOpenRequest) -> PartOpenResult:
         """Ask for a part."""
         await self.send(wanted)
-        return msgspec.json.decode(await self.line(), type=PartOpenResult)
+        return msgspec.json.decode(await self.message(), type=PartOpenResult)

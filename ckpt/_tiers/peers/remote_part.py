@@ -16,19 +16,12 @@ from ckpt._runtime.threads import run_in_thread
 from ckpt._tiers.peers.wire import (
     HELLO_SECONDS,
     MOST_FILES_BYTES,
-    MOST_HELLO_BYTES,
-    ClientProof,
     PartOpenRequest,
     PartOpenResult,
     PartReadRequest,
-    ServerHello,
-    ServerProof,
     Wire,
     WireError,
     connected,
-    is_proof,
-    new_nonce,
-    proof_of,
 )
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
 from ckpt.storage._base import Storage
@@ -115,28 +108,16 @@ async def opened_part(peer: Peer, key: str, wanted: PartOpenRequest) -> AsyncIte
     with _naming_peer(peer):
         async with connected(peer.host, peer.port) as wire:
             with anyio.move_on_after(HELLO_SECONDS) as scope:
-                await _introduce(wire, key)
+                await wire.introduce(key, "client")
             if scope.cancelled_caught:
                 raise WireError(f"does not answer within {HELLO_SECONDS:.0f} s")
             await wire.send(wanted)
             opened = await wire.receive(PartOpenResult, MOST_FILES_BYTES)
             if opened is None:
-                raise WireError("has ended the connection")
+                raise WireError("has ended the connection, as it does where keys differ")
             if opened.problem:
                 raise WireError(f"says that {opened.problem}")
             yield RemotePart(wire, peer, opened.files)
-
-
-async def _introduce(wire: Wire, key: str) -> None:
-    """Prove to the other side that this one knows the key, and check the proof of the other."""
-    hello = await wire.receive(ServerHello, MOST_HELLO_BYTES)
-    if hello is None:
-        raise WireError("has ended the connection")
-    nonce = new_nonce()
-    await wire.send(ClientProof(nonce, proof_of(key, "client", hello.nonce, nonce)))
-    welcome = await wire.receive(ServerProof, MOST_HELLO_BYTES)
-    if welcome is None or not is_proof(welcome.proof, key, "server", hello.nonce, nonce):
-        raise WireError("does not know the key of this job, or is of another job")
 
 
 @contextlib.contextmanager

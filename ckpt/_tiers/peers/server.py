@@ -20,23 +20,17 @@ from ckpt._tiers.peers.wire import (
     HELLO_SECONDS,
     MOST_BYTES,
     MOST_HELLO_BYTES,
-    ClientProof,
     PartOpenRequest,
     PartOpenResult,
     PartReadRequest,
-    ServerHello,
-    ServerProof,
     Wire,
     WireError,
-    is_proof,
-    new_nonce,
-    proof_of,
 )
 
 _WAITING = 128
 # Limit of connections at a time: each peer has one, and others are refused and must try again.
 _MOST_CONNECTIONS = 64
-# Limit of connections without a proof so far: beyond it, the oldest one is ended.
+# Limit of connections that have not proved the key so far: beyond it, the oldest one is ended.
 _MOST_UNPROVEN = 64
 _PAUSE_SECONDS = 0.1
 
@@ -92,13 +86,17 @@ class PartServer:
     async def _serve(self, connection: socket.socket, host: str, time: anyio.CancelScope) -> None:
         try:
             with contextlib.closing(connection):
-                wire = Wire(connection)
-                if not await self._is_of_job(wire, time):
-                    self._refused(f"a program at {host} does not know the key of this job")
+                wire, wanted = Wire(connection), None
+                with time:
+                    await wire.introduce(self._key, "server")
+                    wanted = await wire.receive(PartOpenRequest, MOST_HELLO_BYTES)
+                if wanted is None:
+                    self._refused(f"a program at {host} does not prove the key of this job")
                     return
+                self._unproven.pop(time, None)
                 self._connections += 1
                 try:
-                    await self._answer(wire)
+                    await self._answer(wire, wanted)
                 finally:
                     self._connections -= 1
         except WireError as error:
@@ -109,24 +107,7 @@ class PartServer:
         finally:
             self._unproven.pop(time, None)
 
-    async def _is_of_job(self, wire: Wire, time: anyio.CancelScope) -> bool:
-        """Return True if the other side proves in time that it knows the key of the job."""
-        nonce = new_nonce()
-        with time:
-            await wire.send(ServerHello(nonce))
-            answer = await wire.receive(ClientProof, MOST_HELLO_BYTES)
-            if answer is not None and is_proof(
-                answer.proof, self._key, "client", nonce, answer.nonce
-            ):
-                self._unproven.pop(time, None)
-                await wire.send(ServerProof(proof_of(self._key, "server", nonce, answer.nonce)))
-                return True
-        return False
-
-    async def _answer(self, wire: Wire) -> None:
-        wanted = await wire.receive(PartOpenRequest, MOST_BYTES)
-        if wanted is None:
-            return
+    async def _answer(self, wire: Wire, wanted: PartOpenRequest) -> None:
         files: dict[str, tuple[int, int]] = {}
         part = f"part {wanted.part} of the snapshot of step {wanted.step}"
         why = f"it has no {part} any more"

@@ -1,8 +1,6 @@
 """What the agents of a job say to each other over TCP, and how: JSON, one message per line.
 
-    server   ServerHello          a random number
-    client   ClientProof          another one, and the proof that it knows the key
-    server   ServerProof          its own proof
+    both     Hello                a random number
     client   PartOpenRequest      the wanted part of a snapshot
     server   PartOpenResult       the files of that part, or why there are none
     client   PartReadRequest      a range of bytes of a file; repeated at will
@@ -11,10 +9,11 @@
 The server only reads: it writes nothing that a client sends. A client can name only the files that
 the server has listed.
 
-Both send a random number, and prove the key by the HMAC of both numbers and of their own role. So
-the key is never sent, no proof is valid a second time, and no proof of one side is valid for the
-other. This is the mutual challenge and response of ISO/IEC 9798-4, with HMAC-SHA-256 (RFC 2104,
-RFC 6234).
+After the hellos, everything that is sent has a tag: the HMAC of its number and its bytes. Each side
+has a key of its own for that, which is the HMAC of both random numbers and of its role, under the
+key of the job. So a tag proves the key of the job, and nobody between the two sides can forge,
+repeat, leave out or turn around anything. Who listens can read it: nothing is encrypted. The tags
+are HMAC-SHA-256 (RFC 2104, RFC 6234), and so is the derivation of their keys (NIST SP 800-108).
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ import anyio.lowlevel
 import msgspec
 from msgspec import Meta, Struct, field
 
-# Limits of a message without a proof so far, of other messages, and of the list of files.
+# Limits of messages before the first tag was seen, of other messages, and of the list of files.
 MOST_HELLO_BYTES, MOST_BYTES, MOST_FILES_BYTES = 1024, 1 << 16, 64 << 20
-# Time limit for the proofs.
+# Time limit for the hellos and the first tag.
 HELLO_SECONDS = 10.0
 
 Role = Literal["server", "client"]
 
-KEY_BYTES = NONCE_BYTES = 32
+KEY_BYTES = NONCE_BYTES = TAG_BYTES = 32
 
 T = TypeVar("T")
 
@@ -49,41 +48,19 @@ SILENCE_SECONDS = 30.0
 _PIECE = 1 << 16
 # Bytes to transfer before yielding to other tasks.
 _TURN_BYTES = 1 << 20
-_NOT_TAKEN = "has taken nothing for"
+_FORGED = "does not know the key of this job, or what it said was changed on its way"
 
 _encode = msgspec.json.Encoder().encode
 
 
-class ServerHello(Struct, frozen=True, tag="ckpt-parts-1"):
-    """The first line of a connection.
+class Hello(Struct, frozen=True, tag="ckpt-parts-2"):
+    """The first line of each side.
 
     Attributes:
-        nonce: A random number of the server.
+        nonce: A random number that is used once, in hexadecimal.
     """
 
-    nonce: str
-
-
-class ClientProof(Struct, frozen=True, tag="answer"):
-    """The answer of the client.
-
-    Attributes:
-        nonce: A random number of the client.
-        proof: Result of `proof_of`.
-    """
-
-    nonce: str
-    proof: str
-
-
-class ServerProof(Struct, frozen=True, tag="welcome"):
-    """The server knows the key, too.
-
-    Attributes:
-        proof: Result of `proof_of`.
-    """
-
-    proof: str
+    nonce: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class PartOpenRequest(Struct, frozen=True, tag="open"):
@@ -131,23 +108,18 @@ def new_key() -> str:
     return secrets.token_hex(KEY_BYTES)
 
 
-def new_nonce() -> str:
-    """Return a random number that is used once, in hexadecimal."""
-    return secrets.token_hex(NONCE_BYTES)
+class Tags:
+    """The tags of what one side of a connection sends, in its order."""
 
+    def __init__(self, key: str, role: Role, server_nonce: str, client_nonce: str) -> None:
+        said = f"ckpt parts 2 {role} {server_nonce} {client_nonce}".encode()
+        self._key = hmac.digest(bytes.fromhex(key), said, "sha256")
+        self._count = 0
 
-def proof_of(key: str, role: Role, server_nonce: str, client_nonce: str) -> str:
-    """Return the proof that one side of a connection knows the key."""
-    # The length prevents a client, which chooses its own number, from moving bytes between the two.
-    length = str(len(server_nonce))
-    said = "\0".join(["ckpt parts 1", role, length, server_nonce, client_nonce])
-    return hmac.new(bytes.fromhex(key), said.encode(), "sha256").hexdigest()
-
-
-def is_proof(given: str, key: str, role: Role, server_nonce: str, client_nonce: str) -> bool:
-    """Return True if the other side's proof is right; takes the same time for any answer."""
-    wanted = proof_of(key, role, server_nonce, client_nonce)
-    return hmac.compare_digest(given.encode(), wanted.encode())
+    def next(self, data: bytes = b"") -> hmac.HMAC:
+        """Return the tag of the next message or bytes, which may still be added to."""
+        self._count += 1
+        return hmac.new(self._key, self._count.to_bytes(8, "big") + data, "sha256")
 
 
 class WireError(Exception):
@@ -163,9 +135,26 @@ class Wire:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._rest = bytearray()
+        self._sent: Tags | None = None
+        self._received: Tags | None = None
 
     def close(self) -> None:
         self._socket.close()
+
+    async def introduce(self, key: str, role: Role) -> None:
+        """Exchange random numbers; from then on everything that is sent has a tag.
+
+        Raises:
+            WireError: The other side has gone, or does not speak this protocol.
+        """
+        nonce = secrets.token_hex(NONCE_BYTES)
+        await self.send(Hello(nonce))
+        hello = await self.receive(Hello, MOST_HELLO_BYTES)
+        if hello is None:
+            raise WireError("has ended the connection")
+        nonces = (nonce, hello.nonce) if role == "server" else (hello.nonce, nonce)
+        other: Role = "client" if role == "server" else "server"
+        self._sent, self._received = Tags(key, role, *nonces), Tags(key, other, *nonces)
 
     async def send(self, message: object) -> None:
         """Send a message as a line.
@@ -173,14 +162,10 @@ class Wire:
         Raises:
             WireError: The other side has gone, or does not take the message.
         """
-        left = memoryview(_encode(message) + b"\n")
-        while left:
-            try:
-                left = left[self._socket.send(left) :]
-            except BlockingIOError:
-                await _in_time(anyio.wait_writable(self._socket), _NOT_TAKEN)
-            except OSError as error:
-                raise _unreachable_error(error) from error
+        line = _encode(message)
+        if self._sent is not None:
+            line += b" " + self._sent.next(line).hexdigest().encode()
+        await self._send(line + b"\n")
 
     async def send_file(self, fd: int, offset: int, nbytes: int) -> None:
         """Send bytes of a file.
@@ -188,20 +173,28 @@ class Wire:
         Raises:
             WireError: The other side has gone, does not take the bytes, or the file is too short.
         """
-        end = offset + nbytes
+        assert self._sent is not None
+        tag, end = self._sent.next(), offset + nbytes
+        piece = memoryview(bytearray(min(nbytes, _TURN_BYTES)))
         while offset < end:
-            most = min(end - offset, _TURN_BYTES)
+            count = os.preadv(fd, [piece[: end - offset]], offset)
+            if not count:
+                raise WireError("the file is shorter than it was")
+            tag.update(piece[:count])
+            await self._send(piece[:count])
+            offset += count
+            await anyio.lowlevel.checkpoint()
+        await self._send(tag.digest())
+
+    async def _send(self, data: bytes | memoryview) -> None:
+        left = memoryview(data)
+        while left:
             try:
-                sent = os.sendfile(self._socket.fileno(), fd, offset, most)
+                left = left[self._socket.send(left) :]
             except BlockingIOError:
-                await _in_time(anyio.wait_writable(self._socket), _NOT_TAKEN)
-                continue
+                await _in_time(anyio.wait_writable(self._socket), "has taken nothing for")
             except OSError as error:
                 raise _unreachable_error(error) from error
-            if not sent:
-                raise WireError("the file is shorter than it was")
-            offset += sent
-            await anyio.lowlevel.checkpoint()
 
     async def receive(self, kind: type[T], most: int) -> T | None:
         """Return the next message; None if the other side has ended the connection.
@@ -211,11 +204,14 @@ class Wire:
             most: Limit of its bytes.
 
         Raises:
-            WireError: The line is no such message, or none comes.
+            WireError: The line is no such message, its tag is wrong, or none comes.
         """
         line = await self._line(most)
         if line is None:
             return None
+        if self._received is not None:
+            line, _, tag = line.rpartition(b" ")
+            _check(self._received.next(line).hexdigest().encode(), tag)
         try:
             return msgspec.json.decode(line, type=kind)
         except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -248,15 +244,26 @@ class Wire:
         """Fill `target` with received bytes.
 
         Raises:
-            WireError: The other side has gone, or is silent.
+            WireError: The other side has gone, or is silent, or the bytes have a wrong tag.
         """
-        filled = min(len(self._rest), len(target))
-        target[:filled] = self._rest[:filled]
-        del self._rest[:filled]
+        assert self._received is not None
+        tag, given = self._received.next(), bytearray(TAG_BYTES)
+        await self._fill(target, tag)
+        await self._fill(memoryview(given))
+        _check(tag.digest(), given)
+
+    async def _fill(self, target: memoryview, tag: hmac.HMAC | None = None) -> None:
+        filled = 0
         while filled < len(target):
-            count = await self._into(target[filled : filled + _TURN_BYTES])
+            piece = target[filled : filled + _TURN_BYTES]
+            count = min(len(self._rest), len(piece))
+            piece[:count] = self._rest[:count]
+            del self._rest[:count]
+            count = count or await self._into(piece)
             if not count:
                 raise WireError("has ended the connection")
+            if tag is not None:
+                tag.update(piece[:count])
             filled += count
             await anyio.lowlevel.checkpoint()
 
@@ -268,6 +275,11 @@ class Wire:
                 await _in_time(anyio.wait_readable(self._socket), "was silent for")
             except OSError as error:
                 raise _unreachable_error(error) from error
+
+
+def _check(tag: bytes, given: bytes | bytearray) -> None:
+    if not hmac.compare_digest(tag, given):
+        raise WireError(_FORGED)
 
 
 async def _in_time(event: Awaitable[None], problem: str) -> None:

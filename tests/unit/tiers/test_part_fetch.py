@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -20,20 +21,11 @@ from ckpt._runtime.loop import call_once
 from ckpt._tiers.peers import remote_part, wire
 from ckpt._tiers.peers.remote_part import Peer, fetch_part
 from ckpt._tiers.peers.server import PartServer
-from ckpt._tiers.peers.wire import (
-    ClientProof,
-    PartOpenRequest,
-    PartOpenResult,
-    PartReadRequest,
-    ServerHello,
-    ServerProof,
-    new_nonce,
-    proof_of,
-)
+from ckpt._tiers.peers.wire import Hello, PartOpenRequest, PartOpenResult, PartReadRequest
 from ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
 from ckpt.storage import Local
 from ckpt.testing.compare import differences
-from tests.support.served_parts import ADDRESS, PATIENCE_S, SAVE, Host, Raw, target_of
+from tests.support.served_parts import ADDRESS, PATIENCE_S, SAVE, Host, Raw, Tagging, target_of
 
 ITEMS = {f"item_{n}": {"w": np.arange(40_000.0) + n, "n": n} for n in range(6)}
 
@@ -154,7 +146,8 @@ def test_a_key_of_another_job_is_refused(host: Host, tmp_path: Path) -> None:
     host.take(5)
     error = fetching(host, tmp_path / "target", key="ab" * 32)
     assert isinstance(error, StorageError)
-    assert "of this job" in error.message
+    assert "as it does where keys differ" in error.message
+    assert "does not know the key of this job" in host.refused[0]
     assert_nothing_in(tmp_path / "target")
 
 
@@ -194,61 +187,113 @@ def error_of(serve: Serve, key: str, target: Path) -> str:
 
 
 async def welcomed(raw: Raw, key: str) -> None:
-    """Do the handshake as a server that knows the key."""
-    nonce = new_nonce()
-    await raw.send(ServerHello(nonce))
-    answer = msgspec.json.decode(await raw.line(), type=ClientProof)
-    await raw.send(ServerProof(proof_of(key, "server", nonce, answer.nonce)))
-    await raw.line()
+    """Hear the request of a client, as a server that knows the key."""
+    await (await raw.introduced(key, "server")).message()
 
 
-@pytest.mark.parametrize("claim", ["none", "other key", "my own proof", "my proof, my number"])
+@pytest.mark.parametrize("claim", ["none", "other key", "my own tags", "my own words"])
 def test_a_server_that_does_not_prove_the_key_is_not_believed(
     claim: str, host: Host, tmp_path: Path
 ) -> None:
     async def serve(raw: Raw) -> None:
-        nonce = new_nonce()
-        await raw.send(ServerHello(nonce))
-        answer = msgspec.json.decode(await raw.line(), type=ClientProof)
-        proof = {
-            "none": "",
-            "other key": proof_of("cd" * 32, "server", nonce, answer.nonce),
-            # What the client has said, sent back.
-            "my own proof": answer.proof,
-            "my proof, my number": answer.proof[::-1],
-        }[claim]
-        await raw.send(ServerProof(proof))
-        # It would ask for a part now.
+        # With the number of the client as its own, its tags could be taken for those of the server.
+        hello = await raw.line()
+        nonce = msgspec.json.decode(hello, type=Hello).nonce
+        await raw.send(hello + b"\n")
+        request = await raw.line()
+        if claim == "none":
+            raw.sent = None
+        if claim == "other key":
+            raw.sent = Tagging("cd" * 32, "server", nonce, nonce)
+        if claim == "my own tags":
+            raw.sent = Tagging(host.key, "client", nonce, nonce)
+        opened = PartOpenResult({"ckpt.json": 3})
+        await raw.send(request + b"\n" if claim == "my own words" else opened)
         assert await raw.line() == b""
 
-    assert "of this job" in error_of(serve, host.key, tmp_path / "target")
+    assert "does not know the key of this job" in error_of(serve, host.key, tmp_path / "target")
 
 
-def test_a_server_cannot_use_the_client_against_another_one(host: Host, tmp_path: Path) -> None:
-    """One that hands on the numbers of a real server hears a proof that is of no use to it."""
+# What a relay makes of an answer.
+CHANGES: dict[str, Callable[[bytes], bytes]] = {
+    "a byte": lambda answer: flipped(answer, 10),
+    "the last byte": lambda answer: flipped(answer, -70),
+    "its tag": lambda answer: flipped(answer, -3),
+    "something added": lambda answer: b"x" + answer,
+    "cut": lambda answer: answer[:-1],
+}
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    changed = bytearray(data)
+    changed[at] ^= 1
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_what_a_relay_changes_is_noticed(name: str, after: int, host: Host, tmp_path: Path) -> None:
+    """It hears every byte between both sides, and does not know the key.
+
+    It changes the list of files, the first block of one, or a later one, after so many answers.
+    """
+    host.take(5, ITEMS)
+
+    async def serve(raw: Raw) -> None:
+        async with Raw.to(served_at[0]) as real:
+            await raw.send(await real.line() + b"\n")
+            await real.send(await raw.line() + b"\n")
+            await real.send(await raw.line() + b"\n")
+            answers = [await real.line() + b"\n"]
+            for _ in range(after):
+                await raw.send(answers[-1])
+                request = await raw.line()
+                read = msgspec.json.decode(request.rpartition(b" ")[0], type=PartReadRequest)
+                await real.send(request + b"\n")
+                answers.append(await real.exactly(read.nbytes + 32))
+            await raw.send(CHANGES[name](answers[-1]))
+
+    served_at: list[tuple[str, int]] = []
+
+    async def body(served: PartServer) -> None:
+        served_at.append(served.address)
+        async with impostor(serve) as peer:
+            with pytest.raises(StorageError) as caught:
+                await fetch_part(
+                    peer, host.key, PartOpenRequest(1, 5, SAVE), target_of(tmp_path / "t"), "5"
+                )
+        wanted = "has ended" if name == "cut" else "was changed on its way"
+        assert wanted in caught.value.message
+        assert_nothing_in(tmp_path / "t")
+
+    host.run(body)
+
+
+@pytest.mark.parametrize("how", ["changed", "repeated"])
+def test_a_request_that_is_not_the_one_that_was_sent_is_refused(how: str, host: Host) -> None:
     host.take(5)
 
     async def body(served: PartServer) -> None:
-        async def serve(raw: Raw) -> None:
-            async with Raw.to(served.address) as real:
-                await raw.send(await real.line() + b"\n")
-                await real.send(await raw.line() + b"\n")
-                # The proofs are those of the real ones; what it adds itself is of its own.
-                await raw.send(await real.line() + b"\n")
-                await raw.line()
-                await raw.send(PartOpenResult({"../escape": 3, "ckpt.json": 3}))
-                await raw.line()
-                await raw.send(b"abc")
-
-        async with impostor(serve) as peer:
-            with pytest.raises(CorruptCheckpointError, match=str(peer)):
-                await fetch_part(
-                    peer, host.key, PartOpenRequest(1, 5, SAVE), target_of(tmp_path / "target"), "5"
-                )
-        assert_nothing_in(tmp_path / "target")
-        assert not (tmp_path / "escape").exists()
+        async with Raw.to(served.address) as raw:
+            await (await raw.introduced(host.key)).opened(PartOpenRequest(1, 5, SAVE))
+            line = raw.lined(PartReadRequest("ckpt.json", 0, 100))
+            if how == "repeated":
+                await raw.send(line)
+                assert (await raw.bytes_of(100)).startswith(b"{")
+            await raw.send(line if how == "repeated" else line.replace(b"100", b"101"))
+            assert await raw.is_over()
+        await host.says("was changed on its way")
 
     host.run(body)
+
+
+def test_a_tag_is_valid_once_for_one_side_of_one_connection() -> None:
+    """So nothing can be repeated, turned around, sent back, or sent over another connection."""
+    roles: tuple[wire.Role, ...] = ("server", "client")
+    ends = itertools.product(["0a" * 32, "0b" * 32], roles, ["1", "2"], ["3", "4"])
+    tags = [wire.Tags(key, role, *nonces) for key, role, *nonces in ends]
+    found = [each.next(b"x").digest() for each in tags for _ in range(3)]
+    assert len(set(found)) == len(found) == 48
 
 
 GARBAGE = {
@@ -271,7 +316,8 @@ def test_garbage_is_an_error_that_names_who_sent_it(
         await raw.send(GARBAGE[name])
         await raw.line()
 
-    assert "not of this protocol" in error_of(serve, host.key, tmp_path / "target")
+    problem = error_of(serve, host.key, tmp_path / "target")
+    assert ("not of this protocol" if when == "before" else "the key of this job") in problem
 
 
 def test_a_line_without_end(host: Host, tmp_path: Path) -> None:
@@ -288,19 +334,17 @@ def test_a_peer_that_goes_is_named(when: str, host: Host, tmp_path: Path) -> Non
         if when == "at once":
             return
         if when == "before":
-            await raw.send(ServerHello(new_nonce()))
+            await raw.send(Hello("0" * 64))
             return
         await welcomed(raw, host.key)
         if when != "after":
             await raw.send(PartOpenResult({"ckpt.json": 100}))
         if when == "in the middle":
-            read = msgspec.json.decode(await raw.line(), type=PartReadRequest)
+            read = msgspec.json.decode(await raw.message(), type=PartReadRequest)
             await raw.send(b"x" * (read.nbytes // 2))
 
     problem = error_of(serve, host.key, tmp_path / "target")
-    # That is how one ends which does not believe this one.
-    wanted = ["of this job"] if when == "before" else ["has ended the connection", "reset by peer"]
-    assert any(each in problem for each in wanted)
+    assert any(each in problem for each in ["has ended the connection", "reset by peer"])
 
 
 @pytest.mark.parametrize("when", ["at once", "slow", "after", "in the middle"])

@@ -17,17 +17,8 @@ import pytest
 from ckpt._runtime.loop import call_once
 from ckpt._tiers.peers import server, wire
 from ckpt._tiers.peers.server import PartServer, serving
-from ckpt._tiers.peers.wire import (
-    ClientProof,
-    PartOpenRequest,
-    PartOpenResult,
-    PartReadRequest,
-    ServerHello,
-    new_key,
-    new_nonce,
-    proof_of,
-)
-from tests.support.served_parts import ADDRESS, SAVE, Host, Raw
+from ckpt._tiers.peers.wire import Hello, PartOpenRequest, PartOpenResult, PartReadRequest, new_key
+from tests.support.served_parts import ADDRESS, SAVE, Host, Raw, Tagging
 
 PART = PartOpenRequest(1, 5, SAVE)
 
@@ -54,41 +45,42 @@ def test_who_knows_the_key_reads_every_byte_of_every_file(host: Host) -> None:
             assert files == {path: len(data) for path, data in wanted.items()}
             for path, data in wanted.items():
                 await raw.send(PartReadRequest(path, 0, len(data)))
-                assert await raw.exactly(len(data)) == data
+                assert await raw.bytes_of(len(data)) == data
             await raw.send(PartReadRequest("below/it/two", 1, 3))
-            assert await raw.exactly(3) == b"234"
+            assert await raw.bytes_of(3) == b"234"
         assert host.refused == []
 
     host.run(body)
 
 
-@pytest.mark.parametrize("problem", ["key", "role", "nonce", "replayed", "nothing"])
+@pytest.mark.parametrize(
+    "problem", ["key", "role", "number", "later", "replayed", "other line", "no tag", "nothing"]
+)
 def test_who_does_not_prove_the_key_hears_nothing(problem: str, host: Host) -> None:
     host.take(5)
-    heard: list[ClientProof] = []
 
     async def body(served: PartServer) -> None:
         async with Raw.to(served.address) as raw:
-            hello = msgspec.json.decode(await raw.line(), type=ServerHello)
-            nonce = new_nonce()
-            heard.append(ClientProof(nonce, proof_of(host.key, "client", hello.nonce, nonce)))
-            await raw.send(heard[0])
+            heard = (await raw.introduced(host.key)).lined(PART)
+            await raw.send(heard)
             # Somebody listens on the way.
-            assert b"welcome" in await raw.line()
+            assert b"opened" in await raw.line()
         async with Raw.to(served.address) as raw:
-            hello = msgspec.json.decode(await raw.line(), type=ServerHello)
+            nonces = msgspec.json.decode(await raw.line(), type=Hello).nonce, "0c" * 32
+            await raw.send(Hello(nonces[1]))
+            right = Tagging(host.key, "client", *nonces)
+            right.count += problem == "later"
+            line = msgspec.json.encode(PART)
+            tag = {
+                "key": Tagging(new_key(), "client", *nonces),
+                "role": Tagging(host.key, "server", *nonces),
+                "number": Tagging(host.key, "client", nonces[0], nonces[0]),
+            }.get(problem, right)
+            said = b"{}" if problem == "other line" else line
+            sent = line + b" " + tag.next(said).hex().encode() + b"\n"
             await raw.send(
-                {
-                    "key": ClientProof(nonce, proof_of(new_key(), "client", hello.nonce, nonce)),
-                    "role": ClientProof(nonce, proof_of(host.key, "server", hello.nonce, nonce)),
-                    "nonce": ClientProof(
-                        nonce, proof_of(host.key, "client", hello.nonce, hello.nonce)
-                    ),
-                    "replayed": heard[0],
-                    "nothing": ClientProof("", ""),
-                }[problem]
+                {"replayed": heard, "no tag": line + b"\n", "nothing": b"\n"}.get(problem, sent)
             )
-            await raw.send(PART)
             assert await raw.is_over()
         await host.says(f"a program at {ADDRESS} does not know the key of this job")
 
@@ -98,13 +90,13 @@ def test_who_does_not_prove_the_key_hears_nothing(problem: str, host: Host) -> N
 GARBAGE = {
     "text": b"GET / HTTP/1.1\r\n\r\n",
     "not text": b"\xff\xfe\x80\n",
-    "not text in a message": b'{"type":"answer","nonce":"\xff","proof":""}\n',
-    "half a pair": b'{"type":"answer","nonce":"\\ud800","proof":""}\n',
-    "deep": b'{"type":"answer","x":' + b"[" * 50_000 + b"\n",
-    "another message": b'{"type":"welcome","proof":""}\n',
+    "not text in a message": b'{"type":"ckpt-parts-2","nonce":"\xff"}\n',
+    "half a pair": b'{"type":"ckpt-parts-2","nonce":"\\ud800"}\n',
+    "deep": b'{"type":"ckpt-parts-2","x":' + b"[" * 50_000 + b"\n",
+    "another message": b'{"type":"opened"}\n',
     "a number": b"7\n",
     "an empty line": b"\n",
-    "a long line": b'{"type":"answer","nonce":"' + b"a" * 200_000 + b'","proof":""}\n',
+    "a long line": b'{"type":"ckpt-parts-2","nonce":"' + b"a" * 200_000 + b'"}\n',
     "a line without end": b"a" * 200_000,
 }
 
@@ -125,8 +117,9 @@ def test_garbage_ends_its_connection_alone(name: str, when: str, host: Host) -> 
                     await raw.opened(PART)
             await raw.send(GARBAGE[name])
             assert await raw.is_over()
-        await host.says(f"a program at {ADDRESS} sent")
-        assert "of this protocol" in host.refused[0]
+        await host.says(f"a program at {ADDRESS} ")
+        without_tag = "does not know the key" if when != "before" else "of this protocol"
+        assert "of this protocol" in host.refused[0] or without_tag in host.refused[0]
         assert host.key not in str(host.refused)
         assert len(host.refused[0]) < 300
         async with Raw.to(served.address) as raw:
@@ -135,14 +128,18 @@ def test_garbage_ends_its_connection_alone(name: str, when: str, host: Host) -> 
     host.run(body)
 
 
-def test_a_line_that_is_longer_than_an_answer_is_refused(host: Host) -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_line_that_is_longer_than_an_answer_is_refused(when: str, host: Host) -> None:
     """Also where it comes in one piece, end and all."""
 
     async def body(served: PartServer) -> None:
         async with Raw.to(served.address) as raw:
-            hello = msgspec.json.decode(await raw.line(), type=ServerHello)
-            nonce = "0" * 2000
-            await raw.send(ClientProof(nonce, proof_of(host.key, "client", hello.nonce, nonce)))
+            if when == "before":
+                await raw.send(Hello("0" * 2000))
+            else:
+                await raw.introduced(host.key)
+                await raw.send(PartOpenRequest(1, 5, "0" * 2000))
+            await raw.line()
             assert await raw.is_over()
         await host.says("of this protocol")
 
@@ -234,13 +231,14 @@ def test_more_connections_than_allowed_hear_so(host: Host, monkeypatch: pytest.M
 
     async def body(served: PartServer) -> None:
         async with Raw.to(served.address) as first:
-            await first.introduced(host.key)
+            assert (await (await first.introduced(host.key)).opened(PART)).files
             async with Raw.to(served.address) as second:
-                await second.introduced(host.key)
+                assert (await (await second.introduced(host.key)).opened(PART)).files
                 async with Raw.to(served.address) as third:
                     opened = await (await third.introduced(host.key)).opened(PART)
                     assert opened.problem == "it serves as many others as it can"
-            assert (await first.opened(PART)).files
+            await first.send(PartReadRequest("ckpt.json", 0, 1))
+            assert await first.bytes_of(1) == b"{"
             # The server hears of the end a little later.
             while True:
                 async with Raw.to(served.address) as again:
@@ -250,7 +248,7 @@ def test_more_connections_than_allowed_hear_so(host: Host, monkeypatch: pytest.M
     host.run(body)
 
 
-@pytest.mark.parametrize("spoken", [b"", b'{"type":"ans'], ids=["silent", "half a message"])
+@pytest.mark.parametrize("spoken", [b"", b'{"type":"ckp'], ids=["silent", "half a message"])
 def test_connections_without_a_proof_keep_out_none_that_has_one(spoken: bytes, host: Host) -> None:
     """However many there are: the oldest of them makes way, and those with a proof stay."""
     host.take(5)
@@ -258,7 +256,7 @@ def test_connections_without_a_proof_keep_out_none_that_has_one(spoken: bytes, h
     async def body(served: PartServer) -> None:
         async with contextlib.AsyncExitStack() as ends:
             early = await ends.enter_async_context(Raw.to(served.address))
-            await early.introduced(host.key)
+            assert (await (await early.introduced(host.key)).opened(PART)).files
             silent = [
                 await ends.enter_async_context(Raw.to(served.address))
                 for _ in range(2 * server._MOST_CONNECTIONS)
@@ -267,7 +265,8 @@ def test_connections_without_a_proof_keep_out_none_that_has_one(spoken: bytes, h
                 await each.send(spoken)
             late = await ends.enter_async_context(Raw.to(served.address))
             assert (await (await late.introduced(host.key)).opened(PART)).files
-            assert (await early.opened(PART)).files
+            await early.send(PartReadRequest("ckpt.json", 0, 1))
+            assert await early.bytes_of(1) == b"{"
             # No more are kept than may be, and the newest have their time.
             assert await silent[0].line()
             assert await silent[0].is_over()
@@ -286,7 +285,7 @@ def test_a_step_that_is_deleted_stays_for_those_who_read_it(host: Host) -> None:
             await (await raw.introduced(host.key)).opened(PART)
             shutil.rmtree(step)
             await raw.send(PartReadRequest("ckpt.json", 0, len(data)))
-            assert await raw.exactly(len(data)) == data
+            assert await raw.bytes_of(len(data)) == data
         async with Raw.to(served.address) as raw:
             assert (await (await raw.introduced(host.key)).opened(PART)).problem
 
