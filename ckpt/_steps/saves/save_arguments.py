@@ -34,7 +34,7 @@ logger = logging.getLogger("ckpt")
 # Larger metadata gets a warning: a list of the steps reads the metadata of every step.
 _LARGE_METADATA_BYTES = 1 << 20
 # Orbax's v0 manager looks for the one item of an unnamed save under this name; see
-# docs/design/010-the-unnamed-state.md.
+# docs/design/009-nothing-silent.md.
 UNNAMED_ITEM = "default"
 
 
