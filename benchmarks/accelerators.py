@@ -1,7 +1,7 @@
 """Saves and restores from an accelerator, side by side, and the section of the page about them.
 
     python -m benchmarks.accelerators --record gpu.json                 # measures, and writes that
-    python -m benchmarks.accelerators --page docs/explanation/performance.md       # shows a record
+    python -m benchmarks.accelerators --page docs/explanation/performance-tables.md  # shows it
 
 The scenarios are those of `python -m benchmarks`, with states as large as an accelerator holds.
 """

@@ -1,7 +1,7 @@
 """What keeps a caller's event loop waiting: `python -m benchmarks.late_beats [--beside N]`.
 
     python -m benchmarks.late_beats                                           # prints who held it
-    python -m benchmarks.late_beats --page docs/explanation/performance.md    # writes the table
+    python -m benchmarks.late_beats --page docs/explanation/performance-tables.md  # writes it
 
 Every flow of the library runs from an event loop that beats every 2 ms, first in the fresh process
 and then some more times. Where a beat is late by more than `--late` seconds, the stacks of all

@@ -1,6 +1,6 @@
 """A model of how a job that has lost hosts goes on: times, and bytes on the network.
 
-    python -m benchmarks.recovery_report    # rewrites the tables of docs/explanation/scaling.md
+    python -m benchmarks.recovery_report  # the tables of docs/explanation/scaling-tables.md
 
 They are made from docs/explanation/scaling/recovery.json. The constants stand here and in
 `scale_report`, each with its source; what is planned and said is taken from the simulation.

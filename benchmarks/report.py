@@ -1,8 +1,8 @@
-"""Turns recorded runs into Markdown: the tables of docs/explanation/performance.md.
+"""Turns recorded runs into Markdown: docs/explanation/performance.md, and its tables.
 
-`python -m benchmarks.report` rewrites what stands between the markers of the page, a summary at its
-beginning and the tables further down, from the recorded run alone, and draws its charts; the text
-around the markers is kept.
+`python -m benchmarks.report` rewrites what stands between the markers of the page and of the page
+of tables beside it, from the recorded run alone, and draws the charts; the text around the markers
+is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 SUMMARY_START, SUMMARY_END = "<!-- bench:summary:start -->", "<!-- bench:summary:end -->"
-# At the beginning of the page, and further down.
+# On the page, and with its tables.
 _FIRST, _LATER = ("overlap", "training"), ("ratios", "heartbeat", "growth")
 PAGE = Path("docs/explanation/performance.md")
 RESULTS = Path("docs/explanation/performance/results.json")
@@ -66,7 +66,8 @@ def publish(run: Results, page: Path) -> None:
     run.write(folder / RESULTS.name)
     history.append(run, folder / history.NAME)
     page.write_text(updated(run, page), encoding="utf-8")
-    sys.stderr.write(f"wrote {page}\n")
+    tables_of(page).write_text(updated_tables(run, page), encoding="utf-8")
+    sys.stderr.write(f"wrote {page} and {tables_of(page)}\n")
     if page == PAGE:
         README.write_text(updated_readme(run, README), encoding="utf-8")
 
@@ -77,17 +78,24 @@ def updated_readme(run: Results, readme: Path) -> str:
 
 
 def updated(run: Results, page: Path) -> str:
-    """Returns the text of the page with the summary and the tables of a run."""
+    """Returns the text of the page with the summary of a run, and the history with it."""
     folder = page.with_suffix("")
-    text = page.read_text(encoding="utf-8")
-    if SUMMARY_START in text:
-        first = f"{_pictures(run, folder, _FIRST)}\n\n{summary.markdown(run)}\n"
-        text = update_page(text, first, SUMMARY_START, SUMMARY_END)
-    if history.START in text:
-        trend = history.markdown(history.read(folder / history.NAME))
-        text = update_page(text, trend, history.START, history.END)
-    later = _pictures(run, folder, _LATER)
-    return update_page(text, markdown(run, f"{later}\n\n{_files(folder)}".strip()))
+    first = f"{_pictures(run, folder, _FIRST)}\n\n{summary.markdown(run)}\n"
+    text = update_page(page.read_text(encoding="utf-8"), first, SUMMARY_START, SUMMARY_END)
+    trend = history.markdown(history.read(folder / history.NAME))
+    return update_page(text, trend, history.START, history.END)
+
+
+def tables_of(page: Path) -> Path:
+    """Returns the page of tables beside a page."""
+    return page.with_name(f"{page.stem}-tables.md")
+
+
+def updated_tables(run: Results, page: Path) -> str:
+    """Returns the text of the page of tables with those of a run."""
+    folder = page.with_suffix("")
+    later = f"{_pictures(run, folder, _LATER)}\n\n{_files(folder)}".strip()
+    return update_page(tables_of(page).read_text(encoding="utf-8"), markdown(run, later))
 
 
 def _pictures(run: Results, folder: Path, names: Sequence[str]) -> str:

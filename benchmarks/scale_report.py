@@ -1,6 +1,6 @@
 """A model of save and restore time from one host to ten thousand.
 
-    python -m benchmarks.scale_report      # rewrites the tables of docs/explanation/scaling.md
+    python -m benchmarks.scale_report      # the tables of docs/explanation/scaling-tables.md
 
 They are made from docs/explanation/scaling/simulation.json.
 
@@ -20,7 +20,7 @@ from benchmarks.scale_simulation import RESULTS
 
 __all__ = ["Constants", "Row", "markdown", "restore_time", "save_time"]
 
-PAGE = RESULTS.parent.with_suffix(".md")
+PAGE = RESULTS.parent.with_name("scaling-tables.md")
 Row = dict[str, Any]
 
 

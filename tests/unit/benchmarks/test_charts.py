@@ -11,7 +11,7 @@ import pytest
 from matplotlib.colors import to_rgba
 from matplotlib.text import Text
 
-from benchmarks import captions, charts, heartbeat, overlap, report, results, tables
+from benchmarks import captions, charts, heartbeat, history, overlap, report, results, tables
 from benchmarks.results import Results, Sample
 from tests.support.paths import ROOT
 
@@ -186,6 +186,8 @@ def test_a_caption_says_where_how_often_and_what_is_better(name: str) -> None:
 def test_the_page_is_what_the_record_says() -> None:
     page = ROOT / report.PAGE
     assert report.updated(RUN, page) == page.read_text(encoding="utf-8")
+    tables = report.tables_of(page).read_text(encoding="utf-8")
+    assert report.updated_tables(RUN, page) == tables
 
 
 def test_the_readme_has_figures_of_the_same_record() -> None:
@@ -193,19 +195,20 @@ def test_the_readme_has_figures_of_the_same_record() -> None:
     assert report.updated_readme(RUN, readme) == readme.read_text(encoding="utf-8")
 
 
-def test_the_page_begins_with_what_readers_want_and_ends_with_targets() -> None:
-    page = (ROOT / report.PAGE).read_text(encoding="utf-8")
+def test_the_pages_begin_with_what_readers_want_and_go_on_to_targets() -> None:
+    page = ROOT / report.PAGE
+    text = page.read_text(encoding="utf-8") + report.tables_of(page).read_text(encoding="utf-8")
     order = [
         *("overlap.png", "training.png", "| `save()` blocks for |", "## How it is measured"),
         *("ratios.png", "heartbeat.png", "growth.png", "### large", "### Targets"),
     ]
-    places = [page.index(each) for each in order]
+    places = [text.index(each) for each in order]
     assert places == sorted(places)
 
 
 def test_the_summary_gives_the_medians_of_the_run(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    marks = (report.SUMMARY_START, report.SUMMARY_END, report.START, report.END)
+    marks = (report.SUMMARY_START, report.SUMMARY_END, history.START, history.END)
     page.write_text("\n".join(marks), encoding="utf-8")
     text = report.updated(wild_run(), page)
     assert "| training loses, in all | 100 ms | 1.5 s | 15x |" in text

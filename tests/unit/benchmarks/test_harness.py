@@ -208,8 +208,8 @@ def test_only_what_stands_between_the_markers_of_the_page_is_rewritten() -> None
         report.update_page("no markers", "new")
 
 
-def test_the_page_has_its_markers() -> None:
-    page = (ROOT / report.PAGE).read_text(encoding="utf-8")
+def test_the_page_of_tables_has_its_markers() -> None:
+    page = report.tables_of(ROOT / report.PAGE).read_text(encoding="utf-8")
     assert report.update_page(page, "new").count("new") >= 1
 
 

@@ -1,4 +1,4 @@
-"""docs/explanation/scaling.md has the recoveries that were simulated, and the simulation runs."""
+"""docs/explanation/scaling-tables.md has the simulated recoveries, and the simulation runs."""
 
 from __future__ import annotations
 

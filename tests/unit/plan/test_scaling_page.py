@@ -1,4 +1,4 @@
-"""docs/explanation/scaling.md has the tables of the recorded simulation, and that runs."""
+"""docs/explanation/scaling-tables.md has the tables of the recorded simulation, and that runs."""
 
 from __future__ import annotations
 
