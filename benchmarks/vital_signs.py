@@ -3,7 +3,7 @@
     python -m benchmarks.vital_signs              # rewrites the table of the page
     python -m benchmarks.vital_signs --mib 64     # prints a table of a smaller state
 
-The page is docs/explanation/vital-signs.md. The default devices are used; on accelerators a line
+The page is docs/how-to/verifying.md. The default devices are used; on accelerators a line
 says how fast the kernels are, beside a reduction that only adds up.
 
 Each case runs in new processes, in turn with the others, and its first saves are left out: they
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["kernel_speed", "markdown", "measured"]
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "explanation" / "vital-signs.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "how-to" / "verifying.md"
 LEAVES, FIRST, SAVES = 16, 2, 6
 DTYPES = ("float32", "bfloat16")
 # What the table says of each way, and the switch.
