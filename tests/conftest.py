@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 # A shell that starts the tests in the background has interrupts ignored, and every process of a
 # test inherits that: Python then does not raise KeyboardInterrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Each of the thousand processes that tests start would compile all it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 _DEVICES = "--xla_force_host_platform_device_count=8"
 if _DEVICES not in os.environ.get("XLA_FLAGS", "").split():

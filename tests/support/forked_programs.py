@@ -1,9 +1,9 @@
 """Programs that tests start, forked from a process that has imported the libraries already.
 
-A new Python needs two seconds of a processor until it has imported jax, and jobs have many
+A new Python needs two seconds of a processor until it has imported jax and ckpt, and jobs have many
 processes. So there are two nurseries, programs that import what takes its time, start no thread,
 and wait. A child is forked off one of them; its environment, arguments and standard streams are
-given to it, it ends as every program does, and nothing of ckpt has been imported in it before.
+given to it, and it ends as every program does. A test of what is imported needs a new Python.
 Two, because what is forked off one nursery hashes texts alike, as processes of a real job do not.
 
 Between a nursery and a child stands a keeper, which waits for the child and says how it ended.
@@ -14,8 +14,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib
 import json
 import os
+import pkgutil
 import select
 import signal
 import socket
@@ -29,6 +31,14 @@ __all__ = ["Forked", "fork", "program"]
 
 _LARGEST_REQUEST = 1 << 20
 _PATIENCE_S = 120.0
+_LIBRARIES = (
+    "aiofiles",
+    "anyio._backends._asyncio",
+    "jax.experimental.multihost_utils",
+    "jax.numpy",
+    "pydantic",
+    "tensorstore",
+)
 _LOCK = threading.Lock()
 
 
@@ -138,8 +148,8 @@ def _nurseries() -> list[socket.socket]:
 
 def _be_a_nursery(control: socket.socket) -> None:
     """Fork for every request; return in a child, and in the nursery when nobody is there to ask."""
-    for name in ("jax", "jax.numpy", "tensorstore", "pydantic", "anyio", "asyncio", "aiofiles"):
-        __import__(name)
+    for name in (*_LIBRARIES, *_modules_of_ckpt()):
+        importlib.import_module(name)
     assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1
     # The system reaps the keepers.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -154,6 +164,15 @@ def _be_a_nursery(control: socket.socket) -> None:
             return
         for each in given:
             os.close(each)
+
+
+def _modules_of_ckpt() -> list[str]:
+    """Return the modules that programs may use, without the command and the tools for tests."""
+    import ckpt
+
+    aside = ("ckpt.__main__", "ckpt.cli", "ckpt.orbax", "ckpt.page", "ckpt.testing")
+    found = pkgutil.walk_packages(ckpt.__path__, "ckpt.")
+    return [each.name for each in found if not each.name.startswith(aside)]
 
 
 def _keep(argv: list[str], env: dict[str, str], cwd: str, given: list[int]) -> None:
