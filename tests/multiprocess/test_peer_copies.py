@@ -316,7 +316,8 @@ def test_snapshots_that_are_faster_than_copies_stay_within_bounds(
 ) -> None:
     """Those that are not taken say why; and when copies go on, so do they."""
     root, hosts = tmp_path / "run", Hosts(memory, 3)
-    with running(root, hosts, steps=[0, None, *range(1, 9), None, 20], wait_for="nothing") as job:
+    steps = [0, None, *range(1, 9), None, 20]
+    with running(root, hosts, steps=steps, wait_for="nothing", look=True) as job:
         paused(job)
         agent = agent_of(job[1])
         os.kill(agent, signal.SIGSTOP)
@@ -326,8 +327,8 @@ def test_snapshots_that_are_faster_than_copies_stay_within_bounds(
         go_on(job)
         results = end_all(job)
     for each in results:
-        assert each.value["most"]["own"] <= 4
-        assert each.value["most"]["held"] <= 2
+        assert 1 <= each.value["most"]["own"] <= 4
+        assert 1 <= each.value["most"]["held"] <= 2
         assert each.value["skipped"]
         assert all("take snapshots less often" in why for why in each.value["skipped"])
     assert len({str(each.value["steps"]) for each in results}) == 1

@@ -20,12 +20,13 @@ The JSON is an object:
     seconds    after how long an agent that does not answer is ended
     full       a process that can write nothing more after its first snapshot
     delete     a step that is deleted in the end
+    look       whether to count the snapshots on its host all the time
     then       `end`, `raise`, or `wait` to be killed
 
 It tells the step that `resume` has given, whether the state is that of this step, where that was
-found, why snapshots were not taken, and the most snapshots that its host has had at a time: its
-own, and those that it holds. It prints `start STEP RIGHT`, `agent PID`, `saved STEP`, and `held
-STEP` when that one is on all peers.
+found, why snapshots were not taken, and the most snapshots that its host has had at a time, if it
+looks: its own, and those that it holds. It prints `start STEP RIGHT`, `agent PID`, `saved STEP`,
+and `held STEP` when that one is on all peers.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def say(*what: object) -> None:
     os.write(1, (" ".join(map(str, what)) + "\n").encode())
 
 
-threading.Thread(target=look, daemon=True).start()
+if given.get("look"):
+    threading.Thread(target=look, daemon=True).start()
 count = jax.process_count()
 peers = ckpt.tiers.PeerCopies(
     address=(given.get("addresses") or ["127.0.0.1"] * count)[index],
