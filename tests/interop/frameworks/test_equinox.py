@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,29 +58,31 @@ class Outer(eqx.Module):  # type: ignore[name-defined]
     name: str = eqx.field(static=True, default="outer")
 
 
-def modules() -> dict[str, Any]:
-    norm, norm_state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="ema")
-    return {
-        "linear": eqx.nn.Linear(3, 4, key=KEY),
-        "no bias": eqx.nn.Linear(3, "scalar", use_bias=False, key=KEY),
-        "attention": eqx.nn.MultiheadAttention(2, 4, key=KEY),
-        "cell": eqx.nn.GRUCell(2, 4, key=KEY),
-        "convolution": eqx.nn.Conv2d(2, 4, 3, key=KEY),
-        "dropout": eqx.nn.Dropout(0.3),
-        "embedding": eqx.nn.Embedding(5, 3, key=KEY),
-        "sequence": eqx.nn.Sequential([eqx.nn.Linear(2, 2, key=KEY), eqx.nn.LayerNorm(2)]),
-        "norm": norm,
-        "norm state": norm_state,
-        "filtered": eqx.filter(eqx.nn.MLP(2, 2, 4, 2, key=KEY), eqx.is_array),
-        "partition": eqx.partition(eqx.nn.Linear(3, 4, key=KEY), eqx.is_inexact_array)[0],
-        "strict": Strict(np.arange(3.0), 3),
-        "lazy": Lazy(jnp.arange(3.0)),
-    }
+MODULES: dict[str, Callable[[], Any]] = {
+    "linear": lambda: eqx.nn.Linear(3, 4, key=KEY),
+    "no bias": lambda: eqx.nn.Linear(3, "scalar", use_bias=False, key=KEY),
+    "attention": lambda: eqx.nn.MultiheadAttention(2, 4, key=KEY),
+    "cell": lambda: eqx.nn.GRUCell(2, 4, key=KEY),
+    "convolution": lambda: eqx.nn.Conv2d(2, 4, 3, key=KEY),
+    "dropout": lambda: eqx.nn.Dropout(0.3),
+    "embedding": lambda: eqx.nn.Embedding(5, 3, key=KEY),
+    "sequence": lambda: eqx.nn.Sequential([eqx.nn.Linear(2, 2, key=KEY), eqx.nn.LayerNorm(2)]),
+    "norm": lambda: batch_norm()[0],
+    "norm state": lambda: batch_norm()[1],
+    "filtered": lambda: eqx.filter(eqx.nn.MLP(2, 2, 4, 2, key=KEY), eqx.is_array),
+    "partition": lambda: eqx.partition(eqx.nn.Linear(3, 4, key=KEY), eqx.is_inexact_array)[0],
+    "strict": lambda: Strict(np.arange(3.0), 3),
+    "lazy": lambda: Lazy(jnp.arange(3.0)),
+}
 
 
-@pytest.mark.parametrize("name", list(modules()))
+def batch_norm() -> Any:
+    return eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="ema")
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_a_module_without_functions_comes_back(tmp_path: Path, name: str) -> None:
-    comes_back(tmp_path / "x", modules()[name])
+    comes_back(tmp_path / "x", MODULES[name]())
 
 
 def test_modules_of_one_class_keep_each_its_own_static_fields(tmp_path: Path) -> None:
