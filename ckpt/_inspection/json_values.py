@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
@@ -26,3 +27,8 @@ def json_text(record: object) -> str:
 def time_of(nanoseconds: int) -> datetime | None:
     """Return a time stamp (UTC); None for 0, which stands for an unknown time."""
     return datetime.fromtimestamp(nanoseconds / 1e9, UTC) if nanoseconds else None
+
+
+def age_of(nanoseconds: int) -> float | None:
+    """Return the seconds since a time stamp; None for 0, which stands for an unknown time."""
+    return max(time.time() - nanoseconds / 1e9, 0.0) if nanoseconds else None

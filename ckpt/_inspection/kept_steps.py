@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckpt._inspection.json_values import time_of
+from ckpt._inspection.json_values import age_of, time_of
 from ckpt._inspection.locations import RunRoot, checkpoint_at, locate, refuse_doubled, step_path_of
-from ckpt._inspection.removals import trash_of_run
+from ckpt._inspection.removals import Removal, RemovedStep, trash_of_run
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.pins import check_pin_name, pin, pins, unpin
 from ckpt._steps.removal.deletion_plan import DeletionPlan
@@ -44,44 +43,6 @@ _REGULAR = {3600.0: "hourly", 86_400.0: "daily", 604_800.0: "weekly"}
 _UNITS = ((86_400, "d"), (3600, "h"), (60, "min"))
 
 
-class PlannedStep(Struct, frozen=True):
-    """A step of a root, with the decision whether it is deleted.
-
-    Attributes:
-        step: Its number.
-        name: Name of its directory.
-        committed: Time of its commit (UTC); None if unknown.
-        age_seconds: Time since the commit.
-        stored_bytes: Bytes of its files; None if another library wrote it.
-        goes: True if it is deleted.
-        reasons: Reasons why it is kept; for a deleted step, the policies that do not keep it.
-    """
-
-    step: int
-    name: str
-    committed: datetime | None
-    age_seconds: float | None
-    stored_bytes: int | None
-    goes: bool
-    reasons: list[str]
-
-
-class ForgottenSteps(Struct, frozen=True):
-    """The steps of a root with the decisions of a policy, made or planned.
-
-    Attributes:
-        root: Path of the root.
-        steps: All steps before the deletion, ascending.
-        trash: The trash that steps go to; None if they are removed for good.
-        done: True if the call was to delete; False for a dry run.
-    """
-
-    root: str
-    steps: list[PlannedStep]
-    trash: str | None
-    done: bool
-
-
 async def forget_steps(
     root: RunRoot,
     policy: KeepPolicyLike,
@@ -89,7 +50,7 @@ async def forget_steps(
     *,
     for_good: bool,
     dry_run: bool,
-) -> ForgottenSteps:
+) -> Removal:
     """Delete the steps that a policy does not keep, except the latest, pinned and foreign steps.
 
     If the latest step is unhealthy, the last healthy step stays, too.
@@ -110,7 +71,7 @@ async def forget_steps(
     retention = Retention(root.storage, root.index, policy, deletion, (), time.time_ns)
     found = await root.index.refresh()
     going = (await retention.deletion_plan(found, says_spared=False)).steps
-    steps = await _planned(root, policy, found, going, await retention.saved_steps(found))
+    steps = await _planned(root, policy, found, going, await retention.saved_steps(found), trash)
     if not dry_run and going:
         await root.storage.prepare()
         await retention.prepare()
@@ -120,14 +81,15 @@ async def forget_steps(
             raise _first(group) from group
         left = await root.index.refresh()
         steps = [_spared(each, left) if each.step in going else each for each in steps]
-    return ForgottenSteps(root.location, steps, trash, done=not dry_run)
+    return Removal(root.location, steps, done=not dry_run)
 
 
-def _spared(planned: PlannedStep, left: Mapping[int, IndexedStep]) -> PlannedStep:
+def _spared(planned: RemovedStep, left: Mapping[int, IndexedStep]) -> RemovedStep:
     """Return the outcome for a step that was to go: it may have been pinned meanwhile."""
     if planned.step not in left:
         return planned
-    return replace(planned, goes=False, reasons=["pinned or saved anew meanwhile"])
+    reasons = ["pinned or saved again meanwhile"]
+    return replace(planned, goes=False, trash=None, reasons=reasons)
 
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:
@@ -144,9 +106,9 @@ async def _planned(
     found: Mapping[int, IndexedStep],
     going: Mapping[int, IndexedStep],
     steps: Sequence[SavedStep],
-) -> list[PlannedStep]:
-    now = time.time()
-    kept = kept_for(policy, steps, now)
+    trash: str | None,
+) -> list[RemovedStep]:
+    kept = kept_for(policy, steps, time.time())
     pinned = await pins(root.storage)
     unmet = [text_of(policy)]
     planned = []
@@ -160,16 +122,17 @@ async def _planned(
             health = health_of(saved, allowed_by(policy))
             last = "last healthy" if health == "healthy" else "last of unknown health"
             reasons = ["of another library" if each.is_foreign else "latest" if is_latest else last]
-        committed = each.committed_ns / 1e9
+        goes = step in going
         planned.append(
-            PlannedStep(
+            RemovedStep(
+                f"{root.location}/{each.step_dir}",
                 step,
-                each.step_dir,
                 time_of(each.committed_ns),
-                max(now - committed, 0.0) if committed else None,
+                age_of(each.committed_ns),
                 each.stored_bytes,
-                step in going,
-                unmet if step in going else reasons,
+                trash if goes else None,
+                goes,
+                unmet if goes else reasons,
             )
         )
     return planned

@@ -14,6 +14,7 @@ import anyio
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ckpt._inspection.json_values import age_of, time_of
 from ckpt._inspection.locations import (
     Checkpoint,
     RunRoot,
@@ -25,7 +26,7 @@ from ckpt._inspection.locations import (
     step_path_of,
 )
 from ckpt._steps.index import StepIndex
-from ckpt._steps.opened import open_step
+from ckpt._steps.opened import OpenedStep, open_step
 from ckpt._steps.pins import forget_expired, has_leases, pins, refuse_pinned
 from ckpt._steps.removal.deletion_plan import StepTrash
 from ckpt._steps.removal.recorded_policy import read_recorded_policy
@@ -45,25 +46,45 @@ from ckpt.storage._resolve import check_trash
 logger = logging.getLogger("ckpt")
 
 
-class DeletedStep(Struct, frozen=True):
-    """A step that was deleted, or would be.
+class RemovedStep(Struct, frozen=True):
+    """A step, with the decision whether it is deleted.
 
     Attributes:
-        path: Path that it had.
+        path: Its path.
         step: Its number.
+        committed: Time of its commit (UTC); None if unknown.
+        age_seconds: Time since the commit.
         stored_bytes: Bytes of its files; None if unknown.
-        trash: The trash that it goes to; None if it is removed for good.
-        done: True if it was deleted; False for a dry run.
+        trash: The trash that it goes to; None if it stays, or is removed for good.
+        goes: True if it is deleted.
+        reasons: Reasons why a policy keeps it; for a step that goes, the policies that do not.
     """
 
     path: str
     step: int
+    committed: datetime | None
+    age_seconds: float | None
     stored_bytes: int | None
     trash: str | None
+    goes: bool = True
+    reasons: list[str] = []
+
+
+class Removal(Struct, frozen=True):
+    """A deletion of steps.
+
+    Attributes:
+        root: Path of the root that a policy was applied to; None if steps were given by path.
+        steps: The given steps; with a policy, all steps of the root before the deletion, ascending.
+        done: True if the call was to delete; False for a dry run.
+    """
+
+    root: str | None
+    steps: list[RemovedStep]
     done: bool
 
 
-class TrashedEntry(Struct, frozen=True):
+class TrashedStep(Struct, frozen=True):
     """A step in the trash.
 
     Attributes:
@@ -71,12 +92,18 @@ class TrashedEntry(Struct, frozen=True):
         deleted: Time of its deletion (UTC).
         age_seconds: Time since the deletion.
         path: Its path in the trash.
+        stored_bytes: Bytes of its files; None in a store, where counting them is not cheap.
+        goes: True if it is old enough to be removed.
+        removed: True if it was removed.
     """
 
     step: int
     deleted: datetime
     age_seconds: float
     path: str
+    stored_bytes: int | None
+    goes: bool
+    removed: bool
 
 
 async def trash_of_run(root: RunRoot, given: str | None, *, for_good: bool = False) -> str | None:
@@ -111,7 +138,7 @@ async def trash_of_run(root: RunRoot, given: str | None, *, for_good: bool = Fal
 
 async def delete_steps(
     paths: Sequence[str], trash: str | None, *, for_good: bool, dry_run: bool
-) -> list[DeletedStep]:
+) -> Removal:
     """Delete steps; if one of them may not be deleted, none is.
 
     Args:
@@ -126,23 +153,31 @@ async def delete_steps(
         StepNotFoundError: There is no such step.
         StorageError: The storage cannot be read or written.
     """
-    steps: dict[str, tuple[StepPath, int | None, str | None]] = {}
+    steps: dict[str, tuple[StepPath, RemovedStep]] = {}
     for path in paths:
         place = step_path_of(path)
         if place is None:
             raise await _not_a_step(path)
-        nbytes = await _deletable(place)
+        opened = await _deletable(place)
         folder = await trash_of_run(place.root, trash, for_good=for_good)
-        steps[place.location] = place, nbytes, folder
-    deleted = []
-    for location, (place, nbytes, folder) in steps.items():
-        if not dry_run:
-            retention = _retention_of(place.root, Deletion(trash=folder))
-            await place.root.storage.prepare()
-            await retention.prepare()
-            await retention.delete(place.step)
-        deleted.append(DeletedStep(location, place.step, nbytes, folder, done=not dry_run))
-    return deleted
+        committed = 0 if opened is None else opened.manifest.committed_ns
+        steps[place.location] = (
+            place,
+            RemovedStep(
+                place.location,
+                place.step,
+                time_of(committed),
+                age_of(committed),
+                None if opened is None else opened.stored_bytes,
+                folder,
+            ),
+        )
+    for place, planned in () if dry_run else steps.values():
+        retention = _retention_of(place.root, Deletion(trash=planned.trash))
+        await place.root.storage.prepare()
+        await retention.prepare()
+        await retention.delete(place.step)
+    return Removal(None, [planned for _, planned in steps.values()], done=not dry_run)
 
 
 def _retention_of(root: RunRoot, deletion: Deletion) -> Retention:
@@ -150,8 +185,8 @@ def _retention_of(root: RunRoot, deletion: Deletion) -> Retention:
     return Retention(root.storage, root.index, All(), deletion, (), time.time_ns)
 
 
-async def _deletable(place: StepPath) -> int | None:
-    """Return the bytes of a step that can be deleted; None if they are unknown.
+async def _deletable(place: StepPath) -> OpenedStep | None:
+    """Return a step that can be deleted; None if it is damaged.
 
     Raises:
         CheckpointError: The step cannot be deleted.
@@ -166,9 +201,7 @@ async def _deletable(place: StepPath) -> int | None:
     # A missing step is the same error here as in the deletion itself.
     await _retention_of(place.root, Deletion()).refuse_missing(place.step)
     refuse_pinned(storage, place.step, (await pins(storage)).get(place.step, ()))
-    if opened is None or opened.foreign is not None:
-        return None
-    return sum(each.size for each in opened.manifest.files.values())
+    return opened
 
 
 async def _not_a_step(path: str) -> InvalidArgumentError:
@@ -176,8 +209,8 @@ async def _not_a_step(path: str) -> InvalidArgumentError:
     if isinstance(found, Checkpoint):
         return _single(found.location)
     return InvalidArgumentError(
-        f"{found.location} is a root of steps. Give the paths of steps in it, or say what stays "
-        "with 'ckpt forget'"
+        f"{found.location} is a root of steps. Give the paths of steps in it, or say what to keep, "
+        "for example --keep-last 3"
     )
 
 
@@ -188,21 +221,37 @@ def _single(location: str) -> InvalidArgumentError:
     )
 
 
-async def trashed_steps(path: str, trash: str | None) -> list[TrashedEntry]:
+async def trashed_steps(
+    path: str, trash: str | None, *, older_than: float | None = None, dry_run: bool = False
+) -> list[TrashedStep]:
     """Return the steps in the trash of a root, by step and then by time of deletion.
 
+    Args:
+        path: The root.
+        trash: Its trash; None for the trash of the run.
+        older_than: Age in seconds from which steps are removed from the trash; None removes none.
+        dry_run: True to remove nothing.
+
     Raises:
-        CheckpointError: The root cannot be read.
+        CheckpointError: The root cannot be read, or its trash cannot be changed.
     """
-    found = await (await trash_at(await open_as_root(path), trash)).steps()
-    if not found:
+    root = await open_as_root(path)
+    found = await trash_at(root, trash)
+    steps = await found.steps()
+    if not steps:
         # Nothing was deleted there, or the path is not a root at all, for which this raises.
         await root_at(path)
-    now = time.time()
-    return [
-        TrashedEntry(each.step, each.deleted, max(now - each.deleted.timestamp(), 0.0), each.path)
-        for each in found
-    ]
+    listed = []
+    for each in steps:
+        age = age_of(int(each.deleted.timestamp() * 1e9)) or 0.0
+        goes = older_than is not None and age >= older_than
+        nbytes, _ = _size_and_age(each.path)
+        removed = goes and not dry_run
+        listed.append(TrashedStep(each.step, each.deleted, age, each.path, nbytes, goes, removed))
+    if older_than is not None and any(each.removed for each in listed):
+        await root.storage.prepare()
+        await found.empty(older_than)
+    return listed
 
 
 async def undelete_step(path: str, step: int, trash: str | None) -> str:
@@ -233,7 +282,7 @@ async def trash_at(root: RunRoot, given: str | None) -> StepTrash:
     return StepTrash(storage, StepIndex(storage, names), names, trash, time.time_ns)
 
 
-LeftoverKind = Literal["attempt", "removal", "lease", "trash", "orbax", "other"]
+LeftoverKind = Literal["attempt", "removal", "lease", "orbax", "other"]
 # No lease shows whether Orbax is still writing a step.
 _ORBAX_SECONDS = 86_400.0
 # Number of looks at a store while its writers are watched.
@@ -242,15 +291,15 @@ _LONGEST_PAUSE_SECONDS = 30.0
 
 
 class Leftover(Struct, frozen=True):
-    """A leftover of a dead process, or a step in the trash.
+    """A leftover of a dead process.
 
     Attributes:
         name: Name of the step directory that it belongs to, or of the step; empty if unknown.
         kind: `attempt`: an unfinished save; `removal`: an unfinished deletion; `lease`: a lease on
-            a step by a reader or a deletion; `trash`: a step in the trash; `orbax`: an unfinished
-            step of Orbax; `other`: something else that a sweep has removed.
+            a step by a reader or a deletion; `orbax`: an unfinished step of Orbax; `other`:
+            something else that a sweep has removed.
         nbytes: Its bytes; None if counting them is not cheap.
-        age_seconds: Time since it was begun or deleted; None if unknown.
+        age_seconds: Time since it was begun; None if unknown.
         owner: Host and process of its writer; empty if unknown.
         removed: True if it was removed.
     """
@@ -270,34 +319,21 @@ class Collection(Struct, frozen=True):
         root: Path of the root.
         found: The leftovers that were removed or would be, including those that could not be
             removed.
-        trashed: Number of steps that stay in the trash.
         unsure: Number of attempts whose writers may be dead, which only watching them can tell.
         done: True if the call was to remove; False for a dry run.
     """
 
     root: str
     found: list[Leftover]
-    trashed: int
     unsure: int
     done: bool
 
 
-async def collect(
-    path: str,
-    trash: str | None,
-    *,
-    older_than: float | None,
-    wait: float,
-    orbax: bool = False,
-    dry_run: bool,
-) -> Collection:
-    """Remove the leftovers of dead writers in a root, and old steps of its trash.
+async def collect(path: str, *, wait: float, orbax: bool = False, dry_run: bool) -> Collection:
+    """Remove the leftovers of dead writers in a root.
 
     Args:
         path: The root.
-        trash: Its trash; None for the trash of the run.
-        older_than: Age in seconds from which steps in the trash are removed; None leaves the trash
-            alone.
         wait: Most seconds to watch writers and readers that may be dead.
         orbax: True to remove also steps that Orbax has not finished within a day.
         dry_run: True to list only.
@@ -332,18 +368,17 @@ async def collect(
         for name in swept
         if not any(each in name for each in found)
     ]
-    kept, removed = await _trashed(root, trash, older_than, dry_run=dry_run)
     for each in await _unfinished(root) if orbax else ():
         if each.age_seconds is None or each.age_seconds < _ORBAX_SECONDS:
             logger.warning("Orbax may still write %s: it is not a day old", each.name)
             continue
         is_removed = not dry_run and await storage.remove(each.name)
         leftovers.append(replace(each, removed=is_removed))
-    if not (leftovers or removed or kept or attempts or root.index.unfinished):
+    if not (leftovers or attempts or root.index.unfinished):
         # There is nothing to collect, or the path is not a root at all, for which this raises.
         await root_at(path)
     unsure = sum(each.is_live is None for each in await storage.attempts())
-    return Collection(storage.location, leftovers + removed, kept, unsure, done=not dry_run)
+    return Collection(storage.location, leftovers, unsure, done=not dry_run)
 
 
 async def _unfinished(root: RunRoot) -> list[Leftover]:
@@ -388,29 +423,6 @@ def _leftover(entry: AttemptEntry, swept: Sequence[str]) -> Leftover:
     kind: LeftoverKind = "removal" if entry.is_removal else "attempt"
     removed = any(entry.id in name for name in swept)
     return Leftover(entry.step_dir, kind, entry.nbytes, entry.age_seconds, entry.owner, removed)
-
-
-async def _trashed(
-    root: RunRoot, given: str | None, older_than: float | None, *, dry_run: bool
-) -> tuple[int, list[Leftover]]:
-    """Return the number of steps that stay in the trash, and the steps that are removed."""
-    trash = await trash_at(root, given)
-    now = time.time()
-    steps = await trash.steps()
-    ages = [max(now - each.deleted.timestamp(), 0.0) for each in steps]
-    going = [
-        (each, age)
-        for each, age in zip(steps, ages, strict=True)
-        if older_than is not None and age >= older_than
-    ]
-    sizes = {each.path: _size_and_age(each.path)[0] for each, _ in going}
-    if going and not dry_run and older_than is not None:
-        await root.storage.prepare()
-        await trash.empty(older_than)
-    return len(steps) - len(going), [
-        Leftover(os.path.basename(each.path), "trash", sizes[each.path], age, "", not dry_run)
-        for each, age in going
-    ]
 
 
 def _size_and_age(directory: str) -> tuple[int | None, float | None]:

@@ -37,7 +37,10 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in commands.NAMES and not ctx.resilient_parsing:
-            ctx.fail(f"There is no command {args[0]!r:.60}{near_miss(args[0], commands.NAMES)}.")
+            hint = near_miss(args[0], commands.NAMES)
+            if args[0] in commands.RENAMED:
+                hint = f": use 'ckpt {commands.RENAMED[args[0]]}'"
+            ctx.fail(f"There is no command {args[0]!r:.60}{hint}.")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

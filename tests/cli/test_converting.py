@@ -1,4 +1,4 @@
-"""`ckpt convert`, `adopt` and `merge`: checkpoints that are written anew."""
+"""`ckpt convert` and `merge`: checkpoints that are written in other formats, and means."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_output(as_json: bool, run_root: Path, tmp_path: Path) -> None:
         ("convert", run_root, tmp_path / "c", "--to", "orbax"),
         ("convert", run_root, tmp_path / "d.safetensors", "--to", "safetensors", "--at", "params"),
         ("convert", run_root, tmp_path / "e", "--to", "zarr", "--at", "params"),
-        ("adopt", tmp_path / "w.safetensors", tmp_path / "f"),
-        ("adopt", tmp_path / "w.safetensors", tmp_path / "g", "--step", 0),
+        ("convert", "--in-place", tmp_path / "w.safetensors", tmp_path / "f"),
+        ("convert", "--in-place", tmp_path / "w.safetensors", tmp_path / "g", "--step", 0),
         ("merge", f"{run_root}/10=0.25", f"{run_root}/20=0.75", "--to", tmp_path / "h"),
     ):
         ran = ckpt_command(*arguments, *["--json"] * as_json)
@@ -54,8 +54,8 @@ def test_output(as_json: bool, run_root: Path, tmp_path: Path) -> None:
         (("convert", "{root}/10", "{tmp}/x", "--to", "hdf5"), "'hdf5' is not one of"),
         (("convert", "{root}/10", "{tmp}/x", "--to", "safetensors"), "\n  epoch: it is"),
         (("convert", "{tmp}/nothing", "{tmp}/x"), "there is no directory"),
-        (("adopt", "{root}/10", "{tmp}/x"), "is a checkpoint of this library"),
-        (("adopt", "{tmp}/nothing", "{tmp}/x"), "there is no directory"),
+        (("convert", "--in-place", "{root}/10", "{tmp}/x"), "is a checkpoint of this library"),
+        (("convert", "--in-place", "{tmp}/nothing", "{tmp}/x"), "there is no directory"),
     ],
 )
 def test_wrong_use(arguments: tuple[str, ...], words: str, run_root: Path, tmp_path: Path) -> None:

@@ -81,16 +81,19 @@ def damage(step: Path) -> None:
     data.write_bytes(bytes(data.stat().st_size))
 
 
-def test_adopt(tmp_path: Path, run: Command, report: Report) -> None:
+def test_convert_in_place(tmp_path: Path, run: Command, report: Report) -> None:
     source, target = tmp_path / "model.safetensors", tmp_path / "adopted"
     safetensors.numpy.save_file({"w": np.ones((2, 2), np.float32)}, source)
-    ran = run("adopt", source, target)
+    ran = run("convert", source, target, "--in-place")
     assert (ran.status, ran.out) == (0, f"{target}: 16 B of arrays stay in {source}\n")
     assert (np.asarray(ckpt.sync.load(target)["w"]) == 1).all()
     safetensors.numpy.save_file({"w": np.full((2, 2), 2, np.float32)}, source)
-    assert run("adopt", source, target).status == 2
-    assert report("adopt", source, target, "--overwrite")["nbytes"] == 16
+    assert run("convert", source, target, "--in-place").status == 2
+    assert report("convert", source, target, "--in-place", "--overwrite")["nbytes"] == 16
     assert (np.asarray(ckpt.sync.load(target)["w"]) == 2).all()
+    for options in ("--to", "zarr"), ("--at", "w"):
+        assert run("convert", source, tmp_path / "no", "--in-place", *options).status == 2
+    assert not (tmp_path / "no").exists()
 
 
 def test_bisect(tmp_path: Path, root: Path, run: Command, report: Report) -> None:
@@ -223,7 +226,7 @@ KEPT = {
 }
 
 
-def test_forget(root: Path, run: Command, report: Report) -> None:
+def test_rm_by_policies(root: Path, run: Command, report: Report) -> None:
     with ckpt.sync.CheckpointManager(root) as mgr:
         mgr.save(40, state_of(40), metrics={"loss": 0.0})
     # The week before this one has the steps 10 and 20, two hours apart, and 30 a day after them.
@@ -234,11 +237,11 @@ def test_forget(root: Path, run: Command, report: Report) -> None:
         rewrite(root / str(step), document_of(root / str(step)) | times)
     kept = {}
     for options in KEPT:
-        found = report("forget", root, *options, "--dry-run")
+        found = report("rm", root, *options, "--dry-run")
         kept[options] = [each["step"] for each in found["steps"] if not each["goes"]]
     assert kept == KEPT
     assert steps(root) == [10, 20, 30, 40]
-    assert run("forget", root, "--keep-every", "20", "--trash", "bin").status == 0
+    assert run("rm", root, "--keep-every", "20", "--trash", "bin").status == 0
     assert (steps(root), steps(root / "bin")) == ([20, 40], [10, 30])
 
 
@@ -265,38 +268,39 @@ def test_merge(root: Path, tmp_path: Path, run: Command, report: Report) -> None
 
 
 def test_pins_deletions_and_the_trash(root: Path, run: Command, report: Report) -> None:
-    assert report("pin", root, "paper")["steps"] == [30]
+    assert report("pin", root)["name"] == "keep"
     assert run("pin", root / "10", "best").out == f"{root}: pinned 10 as best\n"
     assert run("rm", root / "30").status == 2
-    assert report("unpin", root, "paper")["steps"] == [30]
-    assert run("unpin", root / "10", "best").status == 0
-    assert report("rm", root / "30", "--dry-run")[0]["done"] is False
+    assert report("pin", root, "--remove")["steps"] == [30]
+    assert run("pin", root / "10", "best", "--remove").status == 0
+    assert report("rm", root / "30", "--dry-run")["done"] is False
     assert steps(root) == [10, 20, 30]
-    assert report("rm", root / "30", "--trash", "bin")[0]["trash"] == "bin"
-    assert run("undelete", root).out == "the trash is empty\n"
-    assert column(report("undelete", root, "--trash", "bin"), "step") == [30]
-    assert run("undelete", root, 30, "--trash", "bin").status == 0
+    assert report("rm", root / "30", "--trash", "bin")["steps"][0]["trash"] == "bin"
+    assert run("trash", root).out == "the trash is empty\n"
+    in_bin = (root, "--trash", "bin")
+    assert column(report("trash", *in_bin), "step") == [30]
+    assert column(report("trash", *in_bin, "--empty", "0s", "--dry-run"), "goes") == [True]
+    assert run("trash", *in_bin, "--restore", 30).status == 0
     assert steps(root) == [10, 20, 30]
     assert run("rm", root / "30").out.startswith(f"deleted: {root}/30")
     assert steps(root) == [10, 20]
+    assert run("rm", root / "20", "--trash", "bin").status == 0
+    assert column(report("trash", *in_bin, "--empty", "0s"), "removed") == [True]
+    assert report("trash", *in_bin) == []
 
 
 def test_gc(root: Path, run: Command, report: Report) -> None:
-    assert run("rm", root / "10", "--trash", "bin").status == 0
     begun = root / "40.orbax-checkpoint-tmp"
     begun.mkdir()
     (begun / "array").write_bytes(bytes(100))
     two_days_ago = time.time() - 2 * 86_400
     for each in (begun / "array", begun):
         os.utime(each, (two_days_ago, two_days_ago))
-    options = ("--orbax", "--trash", "bin", "--trash-older-than", "0s")
-    found = report("gc", root, *options, "--dry-run")
-    assert (sorted(column(found["found"], "name")), found["done"]) == (["10", begun.name], False)
+    found = report("gc", root, "--orbax", "--dry-run")
+    assert (column(found["found"], "name"), found["done"]) == ([begun.name], False)
     assert begun.exists()
-    assert steps(root / "bin") == [10]
-    assert run("gc", root, *options).status == 0
+    assert run("gc", root, "--orbax").status == 0
     assert not begun.exists()
-    assert steps(root / "bin") == []
 
 
 def test_ui_opens_the_browser(root: Path, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,8 +319,8 @@ def test_ui_opens_the_browser(root: Path, run: Command, monkeypatch: pytest.Monk
 def test_deletions_for_good(root: Path, run: Command) -> None:
     with ckpt.sync.CheckpointManager(root, trash="bin") as mgr:
         mgr.save(40, state_of(40))
-    for command in ("rm", root / "10"), ("forget", root, "--keep-last", 1):
-        assert run(*command, "--for-good").status == 0
+    for paths in (root / "10",), (root, "--keep-last", 1):
+        assert run("rm", *paths, "--for-good").status == 0
     assert steps(root) == [40]
     assert not (root / "bin").exists() or not steps(root / "bin")
 

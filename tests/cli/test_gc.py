@@ -44,27 +44,12 @@ def test_only_what_is_dead_is_removed(root: Path) -> None:
     assert steps(root) == [10, 20, 30, 50]
 
 
-def test_old_steps_of_the_trash_are_removed(root: Path) -> None:
-    assert ckpt_command("rm", root / "10", root / "30", "--trash", "trash").status == 0
-    ran = ckpt_command("gc", root, "--trash-older-than", "7d")
-    assert (ran.status, ran.out) == (0, f"{root}: nothing to remove; 2 steps in the trash\n")
-    before = tree(root)
-    dry = ckpt_command("gc", root, "--trash-older-than", "0s", "--dry-run", "--json")
-    assert [each["name"] for each in dry.json["found"]] == ["10", "30"]
-    assert all(each["nbytes"] > 5000 and not each["removed"] for each in dry.json["found"])
-    assert tree(root) == before
-    ran = ckpt_command("gc", root, "--trash-older-than", "0s")
-    check_golden("gc_trash", without_sizes(settled(ran.out, root=root)))
-    assert list((root / "trash").iterdir()) == []
-    assert steps(root) == [20]
-
-
 def test_there_must_be_a_root(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path / "file"):
         (tmp_path / "file").write_text("x")
         ran = ckpt_command("gc", path)
         assert (ran.status, ran.out) == (2, ""), ran.err
-    assert ckpt_command("gc", tmp_path, "--trash-older-than", "x").status == 2
+    assert ckpt_command("gc", tmp_path, "--wait", "x").status == 2
 
 
 def test_the_writers_of_a_store_are_watched_before_they_count_as_dead() -> None:
@@ -72,7 +57,7 @@ def test_the_writers_of_a_store_are_watched_before_they_count_as_dead() -> None:
         url = f"memory://{uuid.uuid4().hex}/run"
 
         async def gc(wait: float, *, dry_run: bool) -> Collection:
-            return await collect(url, None, older_than=0, wait=wait, dry_run=dry_run)
+            return await collect(url, wait=wait, dry_run=dry_run)
 
         writer = ObjectStorage(Memory(url), Timeouts(lease=0.3))
         await writer.prepare()

@@ -66,7 +66,7 @@ def test_a_checkpoint_by_itself_and_an_empty_root(items_path: Path, tmp_path: Pa
         assert (ran.status, ran.out) == (2, "")
 
 
-@pytest.mark.parametrize("command", ["ls", "log", "undelete"])
+@pytest.mark.parametrize("command", ["ls", "log", "trash"])
 def test_a_reader_that_goes_away_is_no_error(command: str, run_root: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -1,4 +1,4 @@
-"""`ckpt rm`, `undelete`, `pin` and `unpin`: what goes, what comes back and what stays."""
+"""`ckpt rm`, `trash` and `pin`: what goes, what comes back and what stays."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_of_a_pinned_step_and_another_none_is_deleted(root: Path) -> None:
     assert (ran.status, ran.out) == (2, "")
     assert "pinned by 'paper'" in ran.err
     assert tree(root) == before
-    assert ckpt_command("unpin", root, "paper").status == 0
-    assert ckpt_command("rm", root / "10", root / "20", "--json").json[1]["done"]
+    assert ckpt_command("pin", root, "paper", "--remove").status == 0
+    assert ckpt_command("rm", root / "10", root / "20", "--json").json["done"]
     assert steps(root) == [30]
 
 
@@ -89,17 +89,33 @@ def test_what_is_no_step_is_not_deleted(root: Path, items_path: Path) -> None:
 
 def test_a_step_comes_back_from_the_trash(root: Path) -> None:
     before = tree(root / "10")
-    assert ckpt_command("undelete", root).out == "the trash is empty\n"
+    assert ckpt_command("trash", root).out == "the trash is empty\n"
     assert ckpt_command("rm", root / "10", "--trash", "trash").status == 0
-    check_golden("undelete", settled(ckpt_command("undelete", root).out, root=root))
-    as_json = ckpt_command("undelete", root, "--json").out
-    check_golden("undelete_json", settled(as_json, root=root))
-    missing = ckpt_command("undelete", root, "11")
+    check_golden("trash", settled(ckpt_command("trash", root).out, root=root))
+    as_json = ckpt_command("trash", root, "--json").out
+    check_golden("trash_json", settled(as_json, root=root))
+    missing = ckpt_command("trash", root, "--restore", "11")
     assert (missing.status, "holds 10" in missing.err) == (2, True)
-    ran = ckpt_command("undelete", root, "10")
-    assert (ran.status, ran.out) == (0, f"undeleted: {root}/10\n")
+    ran = ckpt_command("trash", root, "--restore", "10")
+    assert (ran.status, ran.out) == (0, f"restored: {root}/10\n")
     assert tree(root / "10") == before
-    assert ckpt_command("undelete", root, "10").status == 2
+    assert ckpt_command("trash", root, "--restore", "10").status == 2
+
+
+def test_old_steps_of_the_trash_are_removed(root: Path) -> None:
+    assert ckpt_command("rm", root / "10", root / "30", "--trash", "trash").status == 0
+    young = ckpt_command("trash", root, "--empty", "7d", "--json")
+    assert [each["goes"] for each in young.json] == [False, False]
+    before = tree(root)
+    dry = ckpt_command("trash", root, "--empty", "0s", "--dry-run")
+    assert dry.out.count("would be removed") == 2
+    assert tree(root) == before
+    ran = ckpt_command("trash", root, "--empty", "0s", "--json")
+    assert all(each["stored_bytes"] > 5000 and each["removed"] for each in ran.json)
+    assert list((root / "trash").iterdir()) == []
+    assert steps(root) == [20]
+    wrong = ckpt_command("trash", root, "--restore", "10", "--empty", "0s")
+    assert (wrong.status, wrong.out) == (2, "")
 
 
 def test_every_step_comes_back_under_its_own_name(tmp_path: Path) -> None:
@@ -107,16 +123,16 @@ def test_every_step_comes_back_under_its_own_name(tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path, step_names=names) as mgr:
         mgr.save(1, {"w": np.ones(2)})
     assert ckpt_command("rm", tmp_path / "ckpt_00000001", "--trash", "trash").status == 0
-    ran = ckpt_command("undelete", tmp_path, "1")
-    assert (ran.status, ran.out) == (0, f"undeleted: {tmp_path}/ckpt_00000001\n")
+    ran = ckpt_command("trash", tmp_path, "--restore", "1")
+    assert (ran.status, ran.out) == (0, f"restored: {tmp_path}/ckpt_00000001\n")
 
 
 def test_pins(root: Path) -> None:
     ran = [
         ckpt_command("pin", root, "best"),
         ckpt_command("pin", root / "10", "best", "--json"),
-        ckpt_command("unpin", root / "20", "paper"),
-        ckpt_command("unpin", root, "best", "--json"),
+        ckpt_command("pin", root / "20", "paper", "--remove"),
+        ckpt_command("pin", root, "best", "--remove", "--json"),
     ]
     assert [(each.status, each.err) for each in ran] == [(0, "")] * 4
     check_golden("pins", settled("".join(each.out for each in ran), root=root))
@@ -124,32 +140,32 @@ def test_pins(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "path", "name"),
+    ("path", "arguments"),
     [
-        ("pin", "10", "../x"),
-        ("pin", "11", "x"),
-        ("unpin", "10", "paper"),
-        ("unpin", "", "none"),
-        ("unpin", "x", "paper"),
+        ("10", ("../x",)),
+        ("11", ("x",)),
+        ("10", ("paper", "--remove")),
+        ("", ("none", "--remove")),
+        ("x", ("paper", "--remove")),
     ],
 )
-def test_pins_that_cannot_be(command: str, path: str, name: str, root: Path) -> None:
+def test_pins_that_cannot_be(path: str, arguments: tuple[str, ...], root: Path) -> None:
     before = tree(root)
-    ran = ckpt_command(command, root / path, name)
+    ran = ckpt_command("pin", root / path, *arguments)
     assert (ran.status, ran.out) == (2, "")
     assert tree(root) == before
 
 
 def test_a_single_checkpoint_has_no_pins(items_path: Path) -> None:
-    for command in ("pin", "unpin"):
-        ran = ckpt_command(command, items_path, "x")
+    for options in (), ("--remove",):
+        ran = ckpt_command("pin", items_path, *options)
         assert ran.status == 2
         assert "single checkpoint" in ran.err
 
 
 def test_the_pin_of_a_step_that_is_gone_can_be_taken_away(root: Path) -> None:
     shutil.rmtree(root / "20")
-    assert ckpt_command("unpin", root / "20", "paper").status == 0
+    assert ckpt_command("pin", root / "20", "paper", "--remove").status == 0
 
 
 # As root, permissions would not count. What is imported must be so before: the interpreter may lie
@@ -169,7 +185,9 @@ sys.exit(run(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("arguments", [("rm", "10"), ("pin", "10", "x"), ("unpin", "20", "paper")])
+@pytest.mark.parametrize(
+    "arguments", [("rm", "10"), ("pin", "10"), ("pin", "20", "paper", "--remove")]
+)
 def test_a_root_that_may_not_be_written(arguments: tuple[str, ...], root: Path) -> None:
     for path in root.parents:
         if path != Path("/tmp") and path.is_relative_to("/tmp"):

@@ -30,14 +30,11 @@ CALLS: dict[str, tuple[str, ...]] = {
     "verify": ("PATH",),
     "cp": ("PATH", "OUT"),
     "convert": ("PATH", "OUT"),
-    "adopt": ("FOREIGN", "OUT"),
     "merge": ("PATH=1", "--to", "OUT"),
     "rm": ("STEP",),
-    "forget": ("PATH", "--keep-last", "9", "--dry-run"),
-    "undelete": ("PATH",),
+    "trash": ("PATH",),
     "gc": ("PATH", "--dry-run"),
-    "pin": ("PATH", "keep"),
-    "unpin": ("PATH/20", "paper"),
+    "pin": ("PATH",),
     "norms": ("PATH",),
     "stats": ("PATH",),
     "goodput": ("PATH",),
@@ -211,9 +208,13 @@ def test_wrong_options_say_where_the_help_is(name: str) -> None:
     assert help_text.out.startswith(f"Usage: ckpt {name} ")
 
 
-def test_a_command_that_there_is_not_leads_to_the_nearest() -> None:
+def test_a_command_that_there_is_not_leads_to_the_right_one() -> None:
     check_refused(ckpt_command("verfy", "runs"), 2, "'verfy'", "is it 'verify'?")
     check_refused(ckpt_command("quux"), 2, "There is no command 'quux'. See 'ckpt --help'.")
+    assert set(commands.RENAMED).isdisjoint(commands.NAMES)
+    for name, command in commands.RENAMED.items():
+        check_refused(ckpt_command(name, "runs"), 2, f"{name!r}: use 'ckpt {command}'")
+        assert command.split()[0] in commands.NAMES
     assert ckpt_command().status == 2
     assert ckpt_command("--help").status == 0
     assert ckpt_command("--version").out.startswith("ckpt ")

@@ -114,8 +114,8 @@ def test_pins(url: str, run: Callable[..., Ran]) -> None:
     assert ran.status == 2
     assert "pinned by 'paper'" in ran.err
     assert steps_of(run, url) == [1, 2, 3]
-    assert run("unpin", f"{url}/2", "paper").status == 0
-    assert run("unpin", f"{url}/2", "paper").status != 0
+    assert run("pin", f"{url}/2", "paper", "--remove").status == 0
+    assert run("pin", f"{url}/2", "paper", "--remove").status != 0
     assert run("rm", f"{url}/2").status == 0
     assert steps_of(run, url) == [1, 3]
 
@@ -126,8 +126,8 @@ def test_deleting_and_taking_back(place: Place, url: str, run: Callable[..., Ran
     assert run("rm", f"{url}/1").status == 0
     ran = run("rm", f"{url}/2", "--trash", "trash")
     assert (ran.status, steps_of(run, url)) == (0, [3])
-    assert "2" in run("undelete", url).out
-    assert run("undelete", url, "2").status == 0
+    assert "2" in run("trash", url).out
+    assert run("trash", url, "--restore", "2").status == 0
     assert steps_of(run, url) == [2, 3]
     assert run("verify", f"{url}/2").status == 0
     ran = run("rm", f"{url}/9")
@@ -138,10 +138,10 @@ def test_deleting_and_taking_back(place: Place, url: str, run: Callable[..., Ran
         assert not [key for key in place.objects() if key.startswith("run/1/")]
 
 
-def test_forgetting_and_tidying(url: str, run: Callable[..., Ran]) -> None:
-    assert run("forget", url, "--keep-last", 1, "--dry-run").status == 0
+def test_policies_and_tidying(url: str, run: Callable[..., Ran]) -> None:
+    assert run("rm", url, "--keep-last", 1, "--dry-run").status == 0
     assert steps_of(run, url) == [1, 2, 3]
-    assert run("forget", url, "--keep-last", 1, "--keep-best", "loss:max:1").status == 0
+    assert run("rm", url, "--keep-last", 1, "--keep-best", "loss:max:1").status == 0
     assert steps_of(run, url) == [1, 3]
     for arguments in (("--dry-run",), ()):
         ran = run("gc", url, *arguments)

@@ -19,9 +19,16 @@ GROUPS = {
         *("norms", "stats", "goodput", "trace", "explain"),
     ),
     "Compare": ("diff", "bisect", "verify"),
-    "Move": ("cp", "convert", "adopt", "merge"),
-    "Tidy": ("rm", "forget", "undelete", "gc", "pin", "unpin"),
+    "Move": ("cp", "convert", "merge"),
+    "Tidy": ("rm", "trash", "gc", "pin"),
     "This machine": ("bench", "doctor", "completion"),
+}
+# What users may know by another name.
+RENAMED = {
+    "adopt": "convert --in-place",
+    "forget": "rm --keep-last N",
+    "undelete": "trash --restore STEP",
+    "unpin": "pin --remove",
 }
 NAMES = tuple(itertools.chain.from_iterable(GROUPS.values()))
 

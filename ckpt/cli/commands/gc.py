@@ -1,4 +1,4 @@
-"""`ckpt gc`: removal of leftovers of dead writers, and of old steps in the trash."""
+"""`ckpt gc`: removal of leftovers of dead writers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,6 @@ from ckpt.cli.output import Duration, age_text, count_text, printable, show, tab
 @click.command()
 @options.root
 @click.option(
-    "--trash-older-than",
-    type=Duration(zero=True),
-    metavar="DURATION",
-    help="Also remove steps from the trash that were deleted so long ago, such as 7d.",
-)
-@options.trash
-@click.option(
     "--wait",
     type=Duration(zero=True),
     metavar="DURATION",
@@ -37,25 +30,9 @@ from ckpt.cli.output import Duration, age_text, count_text, printable, show, tab
 )
 @options.dry_run
 @options.as_json
-def gc(
-    root: str,
-    trash_older_than: float | None,
-    trash: str | None,
-    wait: float,
-    orbax: bool,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
-    """Remove what dead writers left in a root. Saves that are being made are left alone."""
-    act = partial(
-        collect,
-        root,
-        trash,
-        older_than=trash_older_than,
-        wait=wait,
-        orbax=orbax,
-        dry_run=dry_run,
-    )
+def gc(root: str, wait: float, orbax: bool, dry_run: bool, as_json: bool) -> None:
+    """Remove what crashed runs left in a root. Saves that are being made are left alone."""
+    act = partial(collect, root, wait=wait, orbax=orbax, dry_run=dry_run)
     show(anyio.run(act), _view, as_json=as_json)
 
 
@@ -63,7 +40,6 @@ _KINDS = {
     "attempt": "unfinished save",
     "removal": "unfinished deletion",
     "lease": "lease of a dead process",
-    "trash": "in the trash",
     "orbax": "begun by Orbax",
     "other": "of a dead writer",
 }
@@ -84,8 +60,6 @@ def _view(found: Collection) -> Iterator[str]:
     nbytes = format_bytes(sum(each.nbytes or 0 for each in found.found))
     done = "removed" if found.done else "would be removed"
     what = f"{nbytes} {done}" if rows else "nothing to remove"
-    if found.trashed:
-        what += f"; {count_text(found.trashed, 'step')} in the trash"
     if found.unsure:
         what += f"; {count_text(found.unsure, 'save')} may be dead: watch with --wait 11min"
     yield printable(f"{found.root}: {what}")

@@ -1,4 +1,4 @@
-"""`ckpt forget`, and what `ckpt ls` says of the policy of a run."""
+"""`ckpt rm` by policies, and what `ckpt ls` says of the policy of a run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 import ckpt
 import ckpt.sync
 from ckpt._inspection import kept_steps
-from ckpt._inspection.kept_steps import ForgottenSteps, kept_for
-from ckpt.cli.commands import forget as forget_command
+from ckpt._inspection.kept_steps import kept_for
+from ckpt._inspection.removals import Removal
+from ckpt.cli.commands import rm as rm_command
 from tests.cli.test_tidying import steps, tree
 from tests.support.command import check_golden, ckpt_command, environment, settled
 
@@ -45,37 +46,40 @@ def root(run_root: Path, tmp_path: Path) -> Path:
 def test_what_no_option_keeps_is_deleted(root: Path) -> None:
     before = tree(root)
     options = ("--keep-last", 1, "--keep-every", 40)
-    dry = ckpt_command("forget", root, *options, "--dry-run")
+    dry = ckpt_command("rm", root, *options, "--dry-run")
     assert tree(root) == before
-    ran = ckpt_command("forget", root, *options)
+    ran = ckpt_command("rm", root, *options)
     assert (dry.status, ran.status, dry.err, ran.err) == (0, 0, "", "")
-    check_golden("forget", settled(dry.out + ran.out, root=root))
+    check_golden("rm_policies", settled(dry.out + ran.out, root=root))
     assert steps(root) == [20, 40, 50]
-    again = ckpt_command("forget", root, *options)
+    again = ckpt_command("rm", root, *options)
     assert again.out.endswith("nothing to delete\n")
 
 
-def test_forgotten_steps_as_json(root: Path) -> None:
-    ran = ckpt_command("forget", root, "--keep-best", "loss:max", "--trash", "bin", "--json")
-    check_golden("forget_json", settled(ran.out, root=root))
+def test_deletions_by_policies_as_json(root: Path) -> None:
+    ran = ckpt_command("rm", root, "--keep-best", "loss:max", "--trash", "bin", "--json")
+    check_golden("rm_policies_json", settled(ran.out, root=root))
     assert steps(root) == [20, 50]
     assert sorted(path.name for path in (root / "bin").iterdir()) == ["10", "30", "40"]
 
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("--keep-best", "loss"), ("--keep-last", "0"), ("--keep-within", "7 days"), ("-x",)],
+    [("--keep-best", "loss"), ("--keep-last", "0"), ("--keep-within", "7 days"), ("-x",)],
 )
 def test_wrong_options_delete_nothing(options: tuple[str, ...], root: Path) -> None:
     before = tree(root)
-    ran = ckpt_command("forget", root, *options)
+    ran = ckpt_command("rm", root, *options)
     assert (ran.status, ran.out) == (2, "")
     assert tree(root) == before
 
 
-def test_only_a_root_is_forgotten(root: Path, items_path: Path) -> None:
+def test_policies_are_for_one_root(root: Path, items_path: Path) -> None:
     for path in (root / "10", items_path, root / "none"):
-        assert ckpt_command("forget", path, "--keep-last", "1").status == 2
+        assert ckpt_command("rm", path, "--keep-last", "1").status == 2
+    assert ckpt_command("rm", root, root, "--keep-last", "1").status == 2
+    ran = ckpt_command("rm", root)
+    assert (ran.status, "say what to keep" in ran.err) == (2, True)
     assert steps(root) == [10, 20, 30, 40, 50]
 
 
@@ -111,17 +115,17 @@ def test_what_stays_is_what_the_policies_keep(
 ) -> None:
     asked: list[Any] = []
 
-    async def act(_: Any, policy: Any, *__: Any, **___: Any) -> ForgottenSteps:
+    async def act(_: Any, policy: Any, *__: Any, **___: Any) -> Removal:
         asked.append(policy)
-        return ForgottenSteps("", [], None, done=False)
+        return Removal("", [], done=False)
 
     async def place(_: str) -> None: ...
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.cli.commands.forget.forget_steps", act, raising=True)
-        patch.setattr("ckpt.cli.commands.forget.root_at", place)
+        patch.setattr("ckpt.cli.commands.rm.forget_steps", act, raising=True)
+        patch.setattr("ckpt.cli.commands.rm.root_at", place)
         arguments = [text for options, _ in members for text in options]
-        command = forget_command.forget
+        command = rm_command.rm
         ran = click.testing.CliRunner().invoke(command, ["x", *arguments], catch_exceptions=False)
     assert ran.exit_code == 0, ran.output
     [policy] = asked
@@ -233,9 +237,9 @@ def test_a_note_that_says_nothing_predicts_nothing(note: bytes, tmp_path: Path) 
 def test_steps_go_to_the_trash_of_the_run(tmp_path: Path) -> None:
     run_of(tmp_path / "a", 1, 2, 3, trash="bin")
     assert ckpt_command("rm", tmp_path / "a" / "1").status == 0
-    assert [each["step"] for each in ckpt_command("undelete", tmp_path / "a", "--json").json] == [1]
-    ran = ckpt_command("forget", tmp_path / "a", "--keep-last", "1", "--for-good", "--json")
-    assert ran.json["trash"] is None
+    assert [each["step"] for each in ckpt_command("trash", tmp_path / "a", "--json").json] == [1]
+    ran = ckpt_command("rm", tmp_path / "a", "--keep-last", "1", "--for-good", "--json")
+    assert {each["trash"] for each in ran.json["steps"]} == {None}
     assert sorted(path.name for path in (tmp_path / "a" / "bin").iterdir()) == ["1"]
     # A root must not say where else steps go.
     run_of(tmp_path / "b", 1, 2, trash=tmp_path / "elsewhere")
@@ -277,7 +281,7 @@ sys.exit(run(sys.argv[1:]))
 
 def test_an_interrupted_deletion_leaves_whole_steps(root: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", _STOPPED, "forget", str(root), "--keep-last", "1"],
+        [sys.executable, "-c", _STOPPED, "rm", str(root), "--keep-last", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -289,7 +293,7 @@ def test_an_interrupted_deletion_leaves_whole_steps(root: Path) -> None:
         _, err = child.communicate(timeout=60)
     assert (child.returncode, err) == (130, "ckpt: interrupted\n")
     assert steps(root) == [10, 20, 30, 40, 50]
-    assert ckpt_command("forget", root, "--keep-last", "1").status == 0
+    assert ckpt_command("rm", root, "--keep-last", "1").status == 0
     assert steps(root) == [20, 50]
 
 
@@ -311,6 +315,6 @@ def test_items_that_were_dropped_are_shown(tmp_path: Path) -> None:
     assert [(each["name"], each["policy"]) for each in about["dropped"]] == [
         ("opt_state", "Latest(2)")
     ]
-    # What is forgotten by hand is whole steps.
-    assert ckpt_command("forget", tmp_path, "--keep-last", 1).status == 0
+    # What is deleted by hand is whole steps.
+    assert ckpt_command("rm", tmp_path, "--keep-last", 1).status == 0
     assert steps(tmp_path) == [3]
