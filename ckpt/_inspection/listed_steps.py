@@ -1,31 +1,26 @@
-"""The steps of a root as records: age, size, metrics and lineage, and what keeps them."""
+"""The steps of a root as records: age, size, metrics and origin, and what keeps them."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckpt._format.manifest_head import (
     FILE_NAME,
     HEAD_BYTES,
     MAX_BYTES,
+    OWN_FORMAT,
     Origin,
     flat_metrics,
     origin_of,
 )
-from ckpt._inspection.json_values import finite, time_of
-from ckpt._inspection.locations import (
-    Checkpoint,
-    RunRoot,
-    checkpoint_at,
-    doubled_steps,
-    locate,
-    step_path_of,
-)
+from ckpt._inspection.json_values import age_of, finite, time_of
+from ckpt._inspection.locations import Checkpoint, RunRoot, checkpoint_at, doubled_steps
+from ckpt._inspection.usage import StorageUsage, UsageKey, usage_of
 from ckpt._redaction import redact
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.opened import open_step
@@ -33,6 +28,8 @@ from ckpt._steps.pins import Pin, pins
 from ckpt._steps.removal.deletion_plan import DeletionPlan
 from ckpt._steps.removal.recorded_policy import read_recorded_policy
 from ckpt.errors import CheckpointError, StorageError
+from ckpt.keep._questions import notes_in
+from ckpt.storage._resolve import local_path
 
 logger = logging.getLogger("ckpt")
 
@@ -40,10 +37,10 @@ _STATES = {True: "saving", False: "dead", None: "silent"}
 
 
 class ListedStep(Struct, frozen=True):
-    """A committed step.
+    """A committed step, or a checkpoint by itself.
 
     Attributes:
-        step: Its number.
+        step: Its number; None for a checkpoint by itself.
         name: Name of its directory.
         committed: Time of its commit (UTC); None if another library wrote it and does not record
             it.
@@ -58,9 +55,11 @@ class ListedStep(Struct, frozen=True):
         unequal_leaves: Number of leaves whose replicas were not equal.
         drops_next: Items that the run takes out of it after its next commit.
         dropped: Items that were taken out of it.
+        versions: Versions of the libraries that wrote it; empty if they were not asked for.
+        process_count: Number of processes that wrote it; None if it was not asked for.
     """
 
-    step: int
+    step: int | None
     name: str
     committed: datetime | None
     age_seconds: float | None
@@ -73,6 +72,8 @@ class ListedStep(Struct, frozen=True):
     unequal_leaves: int
     drops_next: list[str] = []
     dropped: list[str] = []
+    versions: dict[str, str] = {}
+    process_count: int | None = None
 
 
 class UnreadableEntry(Struct, frozen=True):
@@ -109,16 +110,37 @@ class ListedAttempt(Struct, frozen=True):
     owner: str
 
 
-class RootListing(Struct, frozen=True):
-    """The contents of a root: steps, attempts and unreadable directories.
+class Ancestor(Struct, frozen=True):
+    """A checkpoint that a run has begun from.
 
     Attributes:
-        root: Path of the root.
+        path: Path that the checkpoint had.
+        step: Its number; None for a one-shot checkpoint.
+        committed: Time of its commit (UTC); None if unknown.
+        reason: Reason why it is not at the path, or cannot be read; empty if it is there.
+    """
+
+    path: str
+    step: int | None
+    committed: datetime | None
+    reason: str
+
+
+class RootListing(Struct, frozen=True):
+    """The contents of a root: steps, attempts and unreadable directories; or one checkpoint.
+
+    Attributes:
+        root: Path of the root, or of the checkpoint.
         steps: Its committed steps, ascending.
         unreadable: Directories with names of steps that are not readable steps.
         attempts: Steps that are being saved, and leftovers of dead writers.
         keeps: The policy of the run in a few words, as its last manager noted it; None if there is
             no note.
+        stored_bytes: Bytes of the files of all steps. On a disk, a file that several of them share
+            counts once.
+        ancestors: The checkpoint that the run began from, then the ancestor of that one, and so on;
+            None if they were not asked for.
+        usage: The bytes by a key; None if they were not asked for.
     """
 
     root: str
@@ -126,13 +148,51 @@ class RootListing(Struct, frozen=True):
     unreadable: list[UnreadableEntry]
     attempts: list[ListedAttempt]
     keeps: str | None
+    stored_bytes: int = 0
+    ancestors: list[Ancestor] | None = None
+    usage: StorageUsage | None = None
 
 
-async def list_root(root: RunRoot) -> RootListing:
-    """Return the contents of a root.
+async def list_steps(
+    place: RunRoot | Checkpoint, by: UsageKey | None = None, *, origins: bool = False
+) -> RootListing:
+    """Return the contents of a root, or of a checkpoint.
+
+    Args:
+        place: The root or the checkpoint.
+        by: Key of the bytes to add up, or None.
+        origins: True to read which libraries wrote the steps, and what the run began from. A parent
+            that cannot be read ends the chain.
 
     Raises:
+        CorruptCheckpointError: A step whose origin was asked for is damaged.
         StorageError: The root cannot be read.
+    """
+    ancestors: list[Ancestor] = []
+    usage = None if by is None else await usage_of(place, by)
+    if isinstance(place, Checkpoint):
+        listing = RootListing(place.location, [await _list_opened(place)], [], [], None)
+        nbytes = place.opened.stored_bytes or 0
+        ancestors = await _ancestors(place) if origins else []
+    else:
+        listing = await list_root(place, origins=origins)
+        nbytes = sum(each.stored_bytes or 0 for each in listing.steps)
+        if usage is None and local_path(place.location) is not None:
+            nbytes = (await usage_of(place, "step", unfinished=False)).nbytes
+        if origins and listing.steps:
+            latest = Checkpoint(place.storage, await place.index.found(None))
+            ancestors = await _ancestors(latest)
+    nbytes = nbytes if usage is None else usage.nbytes
+    return replace(
+        listing, stored_bytes=nbytes, ancestors=ancestors if origins else None, usage=usage
+    )
+
+
+async def list_root(root: RunRoot, *, origins: bool = False) -> RootListing:
+    """Return the contents of a root, without its bytes and ancestors.
+
+    Raises:
+        CheckpointError: As in `list_steps`.
     """
     found = await root.index.refresh()
     for step, (kept, *others) in (await doubled_steps(root)).items():
@@ -144,10 +204,13 @@ async def list_root(root: RunRoot) -> RootListing:
         )
     pinned = await pins(root.storage)
     going, keeps = await _going(root, found)
-    now = time.time()
+    written = await _origins(root, found.values()) if origins else {}
     return RootListing(
         root.location,
-        [_list_step(each, pinned.get(each.step, ()), going, now) for each in found.values()],
+        [
+            _list_step(each, pinned.get(each.step, ()), going, written.get(each.step_dir))
+            for each in found.values()
+        ],
         [UnreadableEntry(each.step, each.kind, each.reason) for each in root.index.unreadable],
         await _attempts(root),
         keeps,
@@ -179,14 +242,13 @@ async def _attempts(root: RunRoot) -> list[ListedAttempt]:
 
 
 def _list_step(
-    step: IndexedStep, pinned: tuple[Pin, ...], going: DeletionPlan | None, now: float
+    step: IndexedStep, pinned: Sequence[Pin], going: DeletionPlan | None, origin: Origin | None
 ) -> ListedStep:
-    committed = step.committed_ns / 1e9
     return ListedStep(
         step.step,
         step.step_dir,
         time_of(step.committed_ns),
-        max(now - committed, 0.0) if committed else None,
+        age_of(step.committed_ns),
         step.stored_bytes,
         finite(step.metrics or {}),
         sorted(each.name for each in pinned),
@@ -196,7 +258,30 @@ def _list_step(
         step.notes.unequal_leaves,
         [] if going is None else sorted(going.losing().get(step.step, ())),
         [each.item for each in step.dropped],
+        {} if origin is None else dict(origin.writer),
+        None if origin is None else origin.process_count,
     )
+
+
+async def _list_opened(checkpoint: Checkpoint) -> ListedStep:
+    manifest = checkpoint.opened.manifest
+    step = IndexedStep(
+        0,
+        checkpoint.opened.step_dir,
+        manifest.attempt,
+        manifest.created_ns,
+        manifest.committed_ns,
+        flat_metrics(manifest.metrics),
+        stored_bytes=checkpoint.opened.stored_bytes,
+        library="" if manifest.format == OWN_FORMAT else manifest.format,
+        notes=notes_in(manifest),
+        dropped=tuple(manifest.dropped),
+    )
+    origin = Origin(manifest.writer, manifest.process_count)
+    if manifest.step is None:
+        return replace(_list_step(step, (), None, origin), step=None)
+    pinned = (await pins(checkpoint.storage)).get(manifest.step, ())
+    return replace(_list_step(step, pinned, None, origin), step=manifest.step)
 
 
 # Limits the chain: runs that begin from each other in a circle would have no end.
@@ -205,107 +290,18 @@ _MOST_PARENTS = 1000
 _FOREIGN = Origin({}, 1)
 
 
-class LoggedStep(Struct, frozen=True):
-    """A checkpoint in the history of a run.
-
-    Attributes:
-        path: Path of the checkpoint.
-        step: Its number; None for a one-shot checkpoint.
-        committed: Time of its commit (UTC), if known.
-        metrics: Metrics by name; None for values that are not finite.
-        writer: Versions of the libraries that wrote it.
-        process_count: Number of processes that wrote it.
-    """
-
-    path: str
-    step: int | None
-    committed: datetime | None
-    metrics: dict[str, float | None]
-    writer: dict[str, str]
-    process_count: int
-
-
-class Ancestor(Struct, frozen=True):
-    """A checkpoint that a run has begun from.
-
-    Attributes:
-        path: Path that the checkpoint had.
-        step: Its number; None for a one-shot checkpoint.
-        found: The checkpoint at the path; None if it cannot be read, or if another one is there.
-        reason: Reason why it was not found; empty if it was.
-    """
-
-    path: str
-    step: int | None
-    found: LoggedStep | None
-    reason: str
-
-
-class Lineage(Struct, frozen=True):
-    """The history of a checkpoint.
-
-    Attributes:
-        path: Path of the checkpoint or root.
-        ancestors: The checkpoint that the run began from, then the ancestor of that one, and so on.
-        steps: The steps of the run up to the checkpoint, ascending.
-    """
-
-    path: str
-    ancestors: list[Ancestor]
-    steps: list[LoggedStep]
-
-
-async def lineage_of(path: str) -> Lineage:
-    """Return the history of a checkpoint; for a root, the history of its latest step.
-
-    Deleted steps are missing from the steps of the run. A parent that cannot be read ends the
-    chain.
-
-    Raises:
-        CheckpointError: There is no checkpoint, or it cannot be read.
-    """
-    found = await locate(path)
-    checkpoint = found
-    if isinstance(checkpoint, RunRoot):
-        checkpoint = Checkpoint(checkpoint.storage, await checkpoint.index.found(None))
-    step, place = checkpoint.opened.manifest.step, step_path_of(path)
-    if isinstance(found, RunRoot):
-        steps = await _steps_of(found)
-    elif step is not None and place is not None and place.step == step:
-        steps = [each for each in await _steps_of(place.root) if (each.step or 0) <= step]
-    else:
-        steps = [_logged(checkpoint)]
-    return Lineage(found.location, await _ancestors(checkpoint), steps)
-
-
-async def _steps_of(root: RunRoot) -> list[LoggedStep]:
-    """Return the steps of a root, without decoding the items in their manifests."""
-    found = list((await root.index.refresh()).values())
-    own = [each.step_dir for each in found if not each.is_foreign]
-    read = await root.storage.read_each(own, FILE_NAME, MAX_BYTES, HEAD_BYTES, origin_of)
-    origins = dict(zip(own, read, strict=True))
-    steps = []
-    for each in found:
-        origin = _FOREIGN if each.is_foreign else origins[each.step_dir]
-        if origin is not None:
-            steps.append(_indexed(root, each, origin))
-            continue
+async def _origins(root: RunRoot, steps: Collection[IndexedStep]) -> dict[str, Origin | None]:
+    """Return the writers of steps, without decoding the items in their manifests."""
+    own = [each for each in steps if not each.is_foreign]
+    names = [each.step_dir for each in own]
+    read = await root.storage.read_each(names, FILE_NAME, MAX_BYTES, HEAD_BYTES, origin_of)
+    found: dict[str, Origin | None] = {each.step_dir: _FOREIGN for each in steps}
+    for each, origin in zip(own, read, strict=True):
+        found[each.step_dir] = origin
         # The step was deleted meanwhile. If it is damaged or of a later version, opening it raises.
-        opened = await open_step(root.storage, each.step_dir, each.step)
-        if opened is not None:
-            steps.append(_logged(Checkpoint(root.storage, opened)))
-    return steps
-
-
-def _indexed(root: RunRoot, step: IndexedStep, origin: Origin) -> LoggedStep:
-    return LoggedStep(
-        f"{root.location}/{step.step_dir}",
-        step.step,
-        time_of(step.committed_ns),
-        finite(step.metrics or {}),
-        origin.writer,
-        origin.process_count,
-    )
+        if origin is None and (opened := await open_step(root.storage, each.step_dir, each.step)):
+            found[each.step_dir] = Origin(opened.manifest.writer, opened.manifest.process_count)
+    return found
 
 
 async def _ancestors(checkpoint: Checkpoint) -> list[Ancestor]:
@@ -319,7 +315,7 @@ async def _ancestors(checkpoint: Checkpoint) -> list[Ancestor]:
         place, reason = here, ""
         here = None
         if not _is_near(parent.path, place.location):
-            reason = "it is in another store; 'ckpt log' of its path looks at it"
+            reason = "it is in another store; 'ckpt ls --long' of its path looks at it"
             found.append(Ancestor(parent.path, parent.step, None, reason))
             break
         try:
@@ -336,8 +332,8 @@ async def _ancestors(checkpoint: Checkpoint) -> list[Ancestor]:
             reason = f"it cannot be reached: {error.message}"
         except CheckpointError as error:
             reason = f"it cannot be read: {error.message}"
-        logged = None if here is None else _logged(here)
-        found.append(Ancestor(parent.path, parent.step, logged, reason))
+        committed = None if here is None else time_of(here.opened.manifest.committed_ns)
+        found.append(Ancestor(parent.path, parent.step, committed, reason))
     return found
 
 
@@ -350,15 +346,3 @@ def _is_near(path: str, location: str) -> bool:
     if not rest or scheme == "file":
         return True
     return location.startswith(f"{scheme}://{rest.partition('/')[0]}/")
-
-
-def _logged(checkpoint: Checkpoint) -> LoggedStep:
-    manifest = checkpoint.opened.manifest
-    return LoggedStep(
-        checkpoint.location,
-        manifest.step,
-        time_of(manifest.committed_ns),
-        finite(flat_metrics(manifest.metrics)),
-        dict(manifest.writer),
-        manifest.process_count,
-    )

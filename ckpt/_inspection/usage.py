@@ -9,13 +9,10 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 from msgspec import Struct
 
-from ckpt._format.manifest import Manifest
-from ckpt._inspection.leaf_records import LeafRecord, leaf_records
 from ckpt._inspection.locations import Checkpoint, RunRoot
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.opened import open_step
@@ -23,6 +20,10 @@ from ckpt.errors import NotACheckpointError, StepNotFoundError, StorageError
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import files_folder
 from ckpt.storage._resolve import local_path
+
+if TYPE_CHECKING:
+    from ckpt._format.manifest import Manifest
+    from ckpt._inspection.leaf_records import LeafRecord
 
 UsageKey = Literal["step", "item", "pattern", "dtype"]
 
@@ -57,7 +58,6 @@ class StorageUsage(Struct, frozen=True):
     Attributes:
         path: Path of the root or checkpoint.
         by: The key of the shares.
-        steps: Number of the checkpoints.
         nbytes: Bytes of all files, each counted once.
         shared: Bytes that were not counted, since an earlier step has the same file.
         linked: Bytes of counted files that also have names outside of these steps.
@@ -66,7 +66,6 @@ class StorageUsage(Struct, frozen=True):
 
     path: str
     by: UsageKey
-    steps: int
     nbytes: int
     shared: int
     linked: int
@@ -86,7 +85,6 @@ class _UsageCounter:
 
     def __init__(self, by: UsageKey) -> None:
         self.by = by
-        self.steps = 0
         self.nbytes = self.shared = 0
         self._sizes: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
@@ -97,7 +95,6 @@ class _UsageCounter:
 
     def add(self, name: str, manifest: Manifest | None, files: dict[str, _SizedFile]) -> None:
         """Add the files of a step, by their path in its folder."""
-        self.steps += 1
         fresh: set[str] = set()
         for path, each in files.items():
             key = self._key(name, path, manifest)
@@ -125,6 +122,11 @@ class _UsageCounter:
 
     def _add_leaves(self, manifest: Manifest, fresh: set[str]) -> None:
         """Move the bytes of arrays from the share of other files to their own."""
+        # Imported only here: lists of steps need no numpy.
+        import numpy as np
+
+        from ckpt._inspection.leaf_records import leaf_records
+
         records = leaf_records(manifest)
         for item, entry in manifest.items.items():
             table = entry.leaves
@@ -162,25 +164,26 @@ class _UsageCounter:
         linked = sum(
             nbytes for inode, (links, nbytes) in self._links.items() if links > self._seen[inode]
         )
-        return StorageUsage(path, self.by, self.steps, self.nbytes, self.shared, linked, shares)
+        return StorageUsage(path, self.by, self.nbytes, self.shared, linked, shares)
 
 
-async def usage_of(place: RunRoot | Checkpoint, by: UsageKey | None) -> StorageUsage:
+async def usage_of(
+    place: RunRoot | Checkpoint, by: UsageKey, *, unfinished: bool = True
+) -> StorageUsage:
     """Return the bytes of a root or a checkpoint, by one key.
 
-    Committed steps and unfinished steps of Orbax are counted. Files with the same inode are one
-    file.
+    Files with the same inode are one file.
 
     Args:
         place: The root or the checkpoint.
-        by: The key of the shares; None for the steps of a root or the leaf patterns of a
-            checkpoint.
+        by: The key of the shares.
+        unfinished: True to count also the steps that Orbax has not finished.
 
     Raises:
         StorageError: The root or checkpoint cannot be read.
     """
+    tally = _UsageCounter(by)
     if isinstance(place, Checkpoint):
-        tally = _UsageCounter(by or "pattern")
         opened = place.opened
         files = await _files(place.storage, opened.step_dir, opened.manifest)
         if not files:
@@ -193,20 +196,21 @@ async def usage_of(place: RunRoot | Checkpoint, by: UsageKey | None) -> StorageU
         step = opened.manifest.step
         tally.add(opened.step_dir if step is None else str(step), opened.manifest, files)
         return tally.result(place.location)
-    tally = _UsageCounter(by or "step")
     for each in (await place.index.refresh()).values():
-        try:
-            found = await open_step(place.storage, each.step_dir, each.step)
-        except (StepNotFoundError, NotACheckpointError):
-            # The step was deleted meanwhile.
-            continue
-        if found is not None:
-            files = await _files(place.storage, found.step_dir, found.manifest)
-            tally.add(str(each.step), found.manifest, files)
-    steps = tally.steps
-    for name in place.index.unfinished:
+        manifest = None
+        # A list of steps needs to know only how large the files are.
+        if by != "step" or local_path(place.location) is None:
+            try:
+                found = await open_step(place.storage, each.step_dir, each.step)
+            except (StepNotFoundError, NotACheckpointError):
+                found = None
+            if found is None:
+                # The step was deleted meanwhile.
+                continue
+            manifest = found.manifest
+        tally.add(str(each.step), manifest, await _files(place.storage, each.step_dir, manifest))
+    for name in place.index.unfinished if unfinished else ():
         tally.add(name, None, await _files(place.storage, name))
-    tally.steps = steps
     return tally.result(place.location)
 
 

@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
 from typing import TextIO, TypeVar
 
 import click
@@ -118,6 +119,11 @@ def age_text(seconds: float | None) -> str:
 def count_text(number: int, noun: str, plural: str | None = None) -> str:
     """Return a number with its noun."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def time_text(time: datetime | None) -> str:
+    """Return a time in UTC; empty for None."""
+    return "" if time is None else f"{time:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def metric_text(value: float | None) -> str:

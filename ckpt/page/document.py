@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ckpt._inspection.json_values import json_text
 from ckpt._inspection.leaf_records import LeafRecord, leaf_records, summarize
-from ckpt._inspection.listed_steps import list_root
+from ckpt._inspection.listed_steps import list_steps
 from ckpt._inspection.locations import Checkpoint, RunRoot
 from ckpt._inspection.norms import NormReader
 from ckpt.errors import CheckpointError, StorageError
@@ -91,7 +91,7 @@ class RunReader:
             StorageError: The root cannot be read, or is gone.
         """
         with self._saying_gone():
-            listing = await list_root(self._root)
+            listing = await list_steps(self._root)
         timed: dict[str, dict[str, float]] = {}
         known: dict[tuple[str, object], dict[str, float]] = {}
         for each in reversed(listing.steps[-_MOST_TIMED:]):
@@ -152,7 +152,7 @@ class RunReader:
                 errno=errno.ENOENT,
             ) from error
 
-    async def _statistics_of(self, number: int) -> dict[str, float]:
+    async def _statistics_of(self, number: int | None) -> dict[str, float]:
         try:
             return dict((await self._root.index.found(number)).manifest.statistics)
         except CheckpointError:

@@ -185,15 +185,16 @@ def test_doctor(root: Path, run: Command, report: Report) -> None:
     assert steps(root) == before
 
 
-def test_du(root: Path, run: Command, report: Report) -> None:
-    ran = run("du", root)
+def test_ls_by_size(root: Path, run: Command, report: Report) -> None:
+    ran = run("ls", root, "--by-size")
     assert (ran.status, ran.out.split("\n")[0].split()) == (0, ["step", "size", "share", "files"])
     total = sum(each.stat().st_size for step in (10, 20, 30) for each in files(root / str(step)))
-    found = report("du", root)
+    found = report("ls", root, "--by-size")["usage"]
     assert (found["by"], found["nbytes"]) == ("step", total)
-    found = report("du", root, "--by", "dtype")
+    found = report("ls", root, "--by", "dtype")["usage"]
     shares = {each["name"]: each["nbytes"] for each in found["shares"]}
     assert shares == {"float32": 3 * W, "float16": 3 * B, "(other files)": total - 3 * ARRAYS}
+    assert report("ls", root)["usage"] is None
 
 
 def test_explain(tmp_path: Path, run: Command, report: Report) -> None:
@@ -245,14 +246,16 @@ def test_rm_by_policies(root: Path, run: Command, report: Report) -> None:
     assert (steps(root), steps(root / "bin")) == ([20, 40], [10, 30])
 
 
-def test_log(root: Path, tmp_path: Path, run: Command, report: Report) -> None:
+def test_ls_long(root: Path, tmp_path: Path, run: Command, report: Report) -> None:
     with ckpt.sync.CheckpointManager(tmp_path / "next") as mgr:
         mgr.resume(lambda: state_of(0), source=root / "20")
         mgr.save(1, state_of(1))
-    ran = run("log", tmp_path / "next")
+    ran = run("ls", "--long", tmp_path / "next")
     assert (ran.status, f"begun from {root}/20, " in ran.out) == (0, True)
-    found = report("log", root)
+    found = report("ls", root, "--long")
     assert column(found["steps"], "metrics") == [{"loss": 1 / step} for step in (10, 20, 30)]
+    assert {each["versions"]["numpy"] for each in found["steps"]} == {np.__version__}
+    assert set(column(report("ls", root)["steps"], "process_count")) == {None}
 
 
 def test_merge(root: Path, tmp_path: Path, run: Command, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""`ckpt log`: the steps of a run, and what it and its parents have begun from."""
+"""`ckpt ls --long`: the steps of a run, and what it and its parents have begun from."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def last(tmp_path: Path) -> Path:
 
 
 def test_the_parents_of_parents_are_shown(last: Path) -> None:
-    ran = ckpt_command("log", last)
+    ran = ckpt_command("ls", "--long", last)
     assert (ran.status, ran.err) == (0, "")
-    check_golden("log", settled(ran.out, runs=last.parent))
-    as_json = ckpt_command("log", last / "4", "--json")
-    check_golden("log_json", settled(as_json.out, runs=last.parent))
+    check_golden("ls_long", settled(ran.out, runs=last.parent))
+    as_json = ckpt_command("ls", "--long", last / "4", "--json")
+    check_golden("ls_long_json", settled(as_json.out, runs=last.parent))
     assert [each["step"] for each in as_json.json["steps"]] == [4]
 
 
@@ -45,28 +45,29 @@ def test_a_parent_that_is_gone_or_another_one_is_said(last: Path) -> None:
     second = last.parent / "second"
     shutil.rmtree(second / "3")
     run_from(second, None, 3)
-    ran = ckpt_command("log", last)
+    ran = ckpt_command("ls", "--long", last)
     assert ran.out.splitlines()[-2] == (f"begun from {second}/3 (another checkpoint is there now)")
     shutil.rmtree(second)
-    [parent] = ckpt_command("log", last, "--json").json["ancestors"]
-    assert parent["found"] is None
+    [parent] = ckpt_command("ls", "--long", last, "--json").json["ancestors"]
+    assert parent["committed"] is None
     assert parent["reason"].startswith("it cannot be read")
     (last.parent / "second").mkdir()
     (second / "3").mkdir()
     (second / "3" / "ckpt.json").write_bytes(b"{}")
-    assert ckpt_command("log", last).status == 0
+    assert ckpt_command("ls", "--long", last).status == 0
 
 
 def test_a_checkpoint_by_itself_and_an_empty_root(items_path: Path, tmp_path: Path) -> None:
-    found = ckpt_command("log", items_path, "--json").json
+    found = ckpt_command("ls", "--long", items_path, "--json").json
     assert [each["step"] for each in found["steps"]] == [None]
     assert found["ancestors"] == []
-    for path in (tmp_path, tmp_path / "none"):
-        ran = ckpt_command("log", path)
-        assert (ran.status, ran.out) == (2, "")
+    ran = ckpt_command("ls", "--long", tmp_path)
+    assert (ran.status, ran.out) == (0, f"{tmp_path}: no steps, begun from scratch\n")
+    ran = ckpt_command("ls", "--long", tmp_path / "none")
+    assert (ran.status, ran.out) == (2, "")
 
 
-@pytest.mark.parametrize("command", ["ls", "log", "trash"])
+@pytest.mark.parametrize("command", ["ls", "trash"])
 def test_a_reader_that_goes_away_is_no_error(command: str, run_root: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -93,6 +94,6 @@ def test_of_a_damaged_step_nothing_is_told(
     data = manifest.read_bytes()
     at = data.index(place) + len(place) - 1
     manifest.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-    ran = in_this_process(capsys, "log", root)
+    ran = in_this_process(capsys, "ls", "--long", root)
     assert (ran.status, ran.out) == (1, "")
     assert "step 20" in ran.err

@@ -26,9 +26,9 @@ def doubled(tmp_path: Path) -> Path:
     return tmp_path / "two"
 
 
-def test_forget_deletes_no_step_that_it_cannot_show(doubled: Path) -> None:
+def test_rm_deletes_no_step_that_it_cannot_show(doubled: Path) -> None:
     before = sorted(os.listdir(doubled))
-    ran = ckpt_command("forget", doubled, "--keep-last", "1")
+    ran = ckpt_command("rm", doubled, "--keep-last", "1")
     assert ran.status == 2
     assert "disc_1 and gen_1" in ran.err
     assert sorted(os.listdir(doubled)) == before
@@ -56,7 +56,7 @@ def with_trash(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("call", [("rm", "STEP"), ("forget", "ROOT", "--keep-last", "1")])
+@pytest.mark.parametrize("call", [("rm", "STEP"), ("rm", "ROOT", "--keep-last", "1")])
 def test_what_goes_to_a_trash_is_not_deleted_for_good(
     call: tuple[str, ...], with_trash: Path
 ) -> None:
@@ -118,7 +118,7 @@ def test_log_asks_no_store_that_a_manifest_names(tmp_path: Path) -> None:
 
     parent = ckpt.manifest.Parent("s3://somebody/1", 1, "0" * 32)
     path.write_bytes(ckpt.manifest.encode(msgspec.structs.replace(manifest, parent=parent)))
-    ran = ckpt_command("log", tmp_path / "b")
+    ran = ckpt_command("ls", "--long", tmp_path / "b")
     assert ran.status == 0
     assert "in another store" in ran.out
 

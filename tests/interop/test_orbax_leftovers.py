@@ -74,12 +74,11 @@ def test_they_are_named_once_when_the_root_is_opened(
 
 
 def test_they_are_counted(root: Path) -> None:
-    found = ckpt_command("du", root, "--json").json
+    found = ckpt_command("ls", "--by-size", root, "--json").json["usage"]
     sizes = {each["name"]: each["nbytes"] for each in found["shares"]}
     assert sizes.keys() == {"5", f"6{TMP}", f"7{TMP}-1700000000", "8"}
     assert min(sizes.values()) > 1000
     assert found["nbytes"] == sum(sizes.values())
-    assert found["steps"] == 1
 
 
 def test_one_command_removes_them_when_they_are_a_day_old(root: Path) -> None:
@@ -129,9 +128,9 @@ def test_in_a_store_it_is_when_the_step_was_begun(seconds: float | None) -> None
             "default/manifest.ocdbt": b"x",
         }.items():
             await storage._keys.put(f"5/{name}", data)  # type: ignore[attr-defined]
-        await collect(url, None, older_than=None, wait=0.0, orbax=False, dry_run=False)
+        await collect(url, wait=0.0, orbax=False, dry_run=False)
         assert await storage.step_dirs() == ["5"]
-        await collect(url, None, older_than=None, wait=0.0, orbax=True, dry_run=False)
+        await collect(url, wait=0.0, orbax=True, dry_run=False)
         return await storage.step_dirs()
 
     with ckpt.sync.CheckpointManager(Memory(url)) as mgr:

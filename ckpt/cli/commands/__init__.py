@@ -15,7 +15,7 @@ import click
 # As the help shows them.
 GROUPS = {
     "Look": (
-        *("ls", "info", "tree", "show", "du", "log", "watch", "ui"),
+        *("ls", "info", "tree", "show", "watch", "ui"),
         *("norms", "stats", "goodput", "trace", "explain"),
     ),
     "Compare": ("diff", "bisect", "verify"),
@@ -26,7 +26,9 @@ GROUPS = {
 # What users may know by another name.
 RENAMED = {
     "adopt": "convert --in-place",
+    "du": "ls --by-size",
     "forget": "rm --keep-last N",
+    "log": "ls --long",
     "undelete": "trash --restore STEP",
     "unpin": "pin --remove",
 }

@@ -129,8 +129,7 @@ function options(select, values, kept, text = String) {
 
 function showAbout() {
   const steps = run.listing.steps;
-  const known = steps.filter((each) => each.stored_bytes !== null);
-  const total = known.length ? `, ${size(known.reduce((sum, each) => sum + each.stored_bytes, 0))}` : "";
+  const total = run.listing.stored_bytes ? `, ${size(run.listing.stored_bytes)}` : "";
   const latest = steps.at(-1);
   const when = latest ? `; the latest ${age(latest.age_seconds)}` : "";
   const keeps = run.listing.keeps ? `; keeps ${run.listing.keeps}` : "";
