@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._inspection.differences import CheckpointDifferences, compare, is_same_state
-from ckpt._inspection.locations import Checkpoint, RunRoot, refuse_doubled
+from ckpt._inspection.locations import Checkpoint, RunRoot, SkippedStep, refuse_doubled
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.opened import look_closely, open_step, shortened
 from ckpt.errors import (
@@ -31,18 +31,6 @@ _ABOUT_ONE_STEP = (
     StepNotFoundError,
     UnsupportedFormatError,
 )
-
-
-class UncomparedStep(Struct, frozen=True):
-    """A step that was looked at without a verdict whether it is the same in both runs.
-
-    Attributes:
-        step: Its number.
-        reason: Reason why there is no verdict.
-    """
-
-    step: int
-    reason: str
 
 
 class Divergence(Struct, frozen=True):
@@ -71,7 +59,7 @@ class Divergence(Struct, frozen=True):
     is_same: bool
     last_same: int | None
     first_different: int | None
-    skipped: list[UncomparedStep]
+    skipped: list[SkippedStep]
     common: int
     looked_at: int
     in_order: bool
@@ -121,14 +109,14 @@ async def find_run_divergence(
             f"{shortened(only[0])}, the second {shortened(only[1])}"
         )
     in_order = in_order or len(common) <= FEW_STEPS
-    skipped: dict[int, UncomparedStep] = {}
+    skipped: dict[int, SkippedStep] = {}
     differing: list[CheckpointDifferences] = []
 
     async def look(place: int) -> bool | None:
         step = common[place]
         reasons = [each[step] for each in unreadable if step in each]
         if reasons:
-            skipped[step] = UncomparedStep(step, "; ".join(reasons))
+            skipped[step] = SkippedStep(step, "; ".join(reasons))
             return None
         try:
             one, other = [
@@ -137,10 +125,10 @@ async def find_run_divergence(
             is_same = is_same_state(one, other)
             differences = None if is_same else compare(one, other)[0]
         except _ABOUT_ONE_STEP as error:
-            skipped[step] = UncomparedStep(step, str(error))
+            skipped[step] = SkippedStep(step, str(error))
             return None
         if differences is not None and is_same is None:
-            skipped[step] = UncomparedStep(step, _reason(differences))
+            skipped[step] = SkippedStep(step, _reason(differences))
         elif differences is not None:
             # In either order of the search, a differing step comes before those found earlier.
             differing[:] = [replace(differences, metrics=[], metadata=[])]

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckpt._format.array_format import DTYPES
 from ckpt._format.leaf_table import DIGEST_BYTES, LeafForm, LeafTable
@@ -15,12 +16,13 @@ from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._format.manifest_head import OWN_FORMAT, VIRTUAL, digest, flat_metrics
 from ckpt._inspection.json_values import finite, time_of
 from ckpt._inspection.locations import Checkpoint
+from ckpt._inspection.values.leaf_index import split_index
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
-from ckpt._tree.leaf_names import leaf_of_item
+from ckpt._tree.leaf_names import compile_pattern, leaf_of_item, split_leaf, suggestion
 from ckpt._tree.table import sharding_text
 from ckpt._vitals.stored_signs import nonfinite_leaves, unequal_leaves
-from ckpt.errors import CorruptCheckpointError
+from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
 
 _MOST_CHARACTERS = 60
 
@@ -171,6 +173,55 @@ def _value(table: LeafTable, number: int, kind: str) -> str | None:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
 
 
+class ChosenLeaf(Struct, frozen=True):
+    """A leaf of a checkpoint that a text stands for.
+
+    Attributes:
+        item: Name in the manifest of the item that the leaf is in.
+        number: Number of the leaf in the item.
+        record: The leaf.
+        index: The part of it in brackets, or None.
+    """
+
+    item: str
+    number: int
+    record: LeafRecord
+    index: str | None = None
+
+
+def chosen_leaves(checkpoint: Checkpoint, text: str) -> list[ChosenLeaf]:
+    """Return the leaves that a text stands for, in the order of their trees.
+
+    The text is a leaf path, with or without an index in brackets, or a pattern of leaf paths. The
+    name of an item and a colon may come first.
+
+    Raises:
+        InvalidArgumentError: There is no such leaf.
+    """
+    manifest = checkpoint.opened.manifest
+    leaves = [
+        ChosenLeaf(name, number, record)
+        for name, item in manifest.items.items()
+        for number, record in enumerate(records_of(manifest, name, range(len(item.leaves))))
+    ]
+    items = () if manifest.unnamed else manifest.items
+    path, index = split_index(text)
+    # A key may have brackets, so the whole text is tried as a path first.
+    for wanted, part in ((text, None), (path, index)):
+        owner, name = split_leaf(wanted, items)
+        mine = [each for each in leaves if owner in (None, each.item)]
+        found = [replace(each, index=part) for each in mine if each.record.path == name]
+        if found:
+            return found
+    owner, name = split_leaf(text, items)
+    mine = [each for each in leaves if owner in (None, each.item)]
+    found = [each for each in mine if compile_pattern(name or "**").covers(each.record.path)]
+    if found and text:
+        return found
+    hint = suggestion(split_leaf(path, items)[1], dict.fromkeys(each.record.path for each in mine))
+    raise InvalidArgumentError(f"{checkpoint.location} has no leaf {path!r:.200}{hint}")
+
+
 class ItemSummary(Struct, frozen=True):
     """An item of a checkpoint.
 
@@ -232,6 +283,7 @@ class CheckpointSummary(Struct, frozen=True):
             any; None if the vital signs of an array are unknown.
         unequal: Leaves whose replicas were not equal.
         dropped: Items that were taken out of it after the save.
+        leaves: The chosen leaves.
     """
 
     path: str
@@ -255,11 +307,18 @@ class CheckpointSummary(Struct, frozen=True):
     statistics: dict[str, float]
     nonfinite: dict[str, int] | None
     unequal: list[str]
-    dropped: list[DroppedSummary] = []
+    dropped: list[DroppedSummary]
+    leaves: list[LeafRecord]
 
 
-def summarize(checkpoint: Checkpoint) -> CheckpointSummary:
-    """Return the summary of a checkpoint."""
+def summarize(
+    checkpoint: Checkpoint, leaves: Sequence[LeafRecord] | None = None
+) -> CheckpointSummary:
+    """Return the summary of a checkpoint with the chosen leaves; by default, all of them.
+
+    Raises:
+        CorruptCheckpointError: The manifest contradicts itself.
+    """
     manifest = checkpoint.opened.manifest
     # If another library wrote the checkpoint, not all of its files are known.
     is_own = manifest.format == OWN_FORMAT
@@ -299,4 +358,5 @@ def summarize(checkpoint: Checkpoint) -> CheckpointSummary:
             DroppedSummary(each.item, each.dropped, each.policy, each.nbytes)
             for each in manifest.dropped
         ],
+        leaves=list(leaf_records(manifest) if leaves is None else leaves),
     )

@@ -54,6 +54,18 @@ class Checkpoint(Struct, frozen=True):
         return self.opened.location
 
 
+class SkippedStep(Struct, frozen=True):
+    """A step that was not compared.
+
+    Attributes:
+        step: Its number.
+        reason: Reason why it was not compared.
+    """
+
+    step: int
+    reason: str
+
+
 async def locate(path: str) -> RunRoot | Checkpoint:
     """Return the root or the checkpoint at a path or URL.
 

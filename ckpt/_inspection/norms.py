@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._format.manifest import ItemEntry
+from ckpt._inspection.leaf_records import leaf_records
 from ckpt._inspection.locations import RunRoot
 from ckpt._steps.opened import open_step
 from ckpt._tree.boxes import unboxed_names
@@ -193,20 +194,10 @@ class NormReader:
 
     async def _nothing(self, step: int) -> str:
         opened = await self._root.index.found(step)
-        hint = near_miss(self._rules[0][0], _array_paths(opened.manifest))
+        paths = [each.path for each in leaf_records(opened.manifest) if each.is_array]
+        hint = near_miss(self._rules[0][0], paths)
         patterns = ", ".join(repr(pattern) for pattern, _ in self._rules)
         return f"{self._root.location} has no array that fits {patterns}{hint}"
-
-
-def _array_paths(manifest: Manifest) -> list[str]:
-    return [
-        path
-        for item in manifest.items.values()
-        for path, form in zip(
-            unboxed_names(item.nodes, item.leaves.names), item.leaves.form.tolist(), strict=True
-        )
-        if item.leaves.forms[form].kind in ARRAY_KINDS
-    ]
 
 
 def layer_of(path: str, depth: int) -> str:

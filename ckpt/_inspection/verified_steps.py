@@ -11,7 +11,7 @@ from ckpt._engine.verify.pipeline import verify_step_dir
 from ckpt._engine.verify.report import Problem, ReadLimits, VerifyReport
 from ckpt._events import Observer
 from ckpt._format.manifest_head import FILE_NAME
-from ckpt._inspection.locations import Checkpoint, RunRoot, locate
+from ckpt._inspection.locations import Checkpoint, RunRoot, SkippedStep, locate
 from ckpt._steps.opened import UnreadableStep
 from ckpt._steps.path_diagnosis import diagnose
 from ckpt.errors import (
@@ -21,18 +21,6 @@ from ckpt.errors import (
     UnsupportedFormatError,
 )
 from ckpt.storage._manifests import no_manifest
-
-
-class SkippedStep(Struct, frozen=True):
-    """A step that was not compared.
-
-    Attributes:
-        step: Its number.
-        reason: Reason why it was not compared.
-    """
-
-    step: int
-    reason: str
 
 
 class Verification(Struct, frozen=True):

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._inspection.json_values import json_text
-from ckpt._inspection.leaf_records import LeafRecord, leaf_records, summarize
+from ckpt._inspection.leaf_records import summarize
 from ckpt._inspection.listed_steps import list_steps
 from ckpt._inspection.locations import Checkpoint, RunRoot
 from ckpt._inspection.norms import NormReader
@@ -55,7 +55,7 @@ class StepRecord(Struct, frozen=True):
     """
 
     summary: dict[str, Any]
-    leaves: list[LeafRecord]
+    leaves: list[Any]
 
 
 class NormsRecord(Struct, frozen=True):
@@ -123,7 +123,7 @@ class RunReader:
             summary["metadata"] = json.dumps(
                 summary["metadata"], ensure_ascii=False, separators=(",", ":")
             )
-        return StepRecord(summary, list(leaf_records(opened.manifest)))
+        return StepRecord(summary, summary.pop("leaves"))
 
     async def norms(self) -> NormsRecord:
         """Return the norms of layers over steps, evenly chosen steps if there are many.

@@ -352,10 +352,10 @@ def test_goodput(root: Path, run: Command, report: Report) -> None:
     assert (costs["saves"], costs["mtbf_seconds"]) == (3, 6 * 3600)
 
 
-def test_tree(root: Path, run: Command, report: Report) -> None:
-    assert run("tree", root, "--summary").out.startswith(f"{root}/30: 3 leaves, 2 arrays, 264 B")
-    assert run("tree", root, "--summary").out.count("\n") == 1
-    leaves = report("tree", root / "20")["leaves"]
+def test_show_of_a_checkpoint(root: Path, run: Command, report: Report) -> None:
+    assert run("show", root, "--summary").out.startswith(f"{root}/30: 3 leaves, 2 arrays, 264 B")
+    assert run("show", root, "--summary").out.count("\n") == 1
+    leaves = report("show", root / "20")["leaves"]
     assert {each["path"]: each["dtype"] or each["value"] for each in leaves} == {
         "params.b": "float16",
         "params.w": "float32",

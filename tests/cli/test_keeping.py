@@ -306,12 +306,12 @@ def test_items_that_were_dropped_are_shown(tmp_path: Path) -> None:
     assert lines[1].endswith("without opt_state")
     assert lines[2].endswith("loses opt_state with the next save")
     assert lines[-1].endswith("keeps: all (params), newest 2 (*)")
-    found = ckpt_command("info", tmp_path / "1").out
+    found = ckpt_command("show", tmp_path / "1").out
     (line,) = (each for each in found.splitlines() if each.startswith("dropped"))
     assert re.fullmatch(
         r"dropped +opt_state: [0-9.]+ (B|KiB), [0-9-]+ [0-9:]+ UTC, by Latest\(2\)", line
     )
-    about = json.loads(ckpt_command("info", tmp_path / "1", "--json").out)
+    about = json.loads(ckpt_command("show", tmp_path / "1", "--json").out)
     assert [(each["name"], each["policy"]) for each in about["dropped"]] == [
         ("opt_state", "Latest(2)")
     ]

@@ -1,4 +1,4 @@
-"""`ckpt ls`, `info` and `tree`: what a run and a checkpoint hold."""
+"""`ckpt ls` and `show`: what a run and a checkpoint hold."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.support.command import (
     without_styles,
 )
 
-LOOKING = ("ls", "info", "tree")
+LOOKING = ("ls", "show")
 
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
 @pytest.mark.parametrize(
     "arguments",
-    [("ls",), ("info",), ("tree",), ("tree", "--summary"), ("tree", "params.**")],
+    [("ls",), ("show",), ("show", "--summary"), ("show", "params.**")],
     ids=lambda arguments: "_".join(re.sub(r"\W", "", each) for each in arguments),
 )
 def test_output(arguments: tuple[str, ...], as_json: bool, run_root: Path) -> None:
@@ -42,11 +42,22 @@ def test_output(arguments: tuple[str, ...], as_json: bool, run_root: Path) -> No
     assert not as_json or ran.json
 
 
-@pytest.mark.parametrize("command", ["info", "tree"])
-def test_output_of_a_checkpoint_with_items(command: str, items_path: Path) -> None:
-    ran = ckpt_command(command, items_path)
+def test_output_of_a_checkpoint_with_items(items_path: Path) -> None:
+    ran = ckpt_command("show", items_path)
     assert (ran.status, ran.err) == (0, "")
-    check_golden(f"{command}_items", settled(ran.out, path=items_path))
+    check_golden("show_items", settled(ran.out, path=items_path))
+
+
+def test_a_pattern_chooses_leaves_of_the_same_record(run_root: Path, items_path: Path) -> None:
+    def paths(path: Path, text: str) -> list[str]:
+        found = ckpt_command("show", path, text, "--json").json
+        return [each["path"] for each in found["leaves"]]
+
+    dense = ["params.dense.bias", "params.dense.kernel"]
+    assert paths(run_root, "params.dense") == dense
+    assert paths(run_root, "*.*.*") == dense
+    assert paths(items_path, "config") == ["layers", "rate"]
+    assert paths(items_path, "config:**") == ["layers", "rate"]
 
 
 def test_the_health_of_steps_is_shown_where_it_is_known(tmp_path: Path) -> None:
@@ -63,19 +74,19 @@ def test_the_health_of_steps_is_shown_where_it_is_known(tmp_path: Path) -> None:
     found = ckpt_command("ls", tmp_path, "--json").json["steps"]
     assert [each["nonfinite_leaves"] for each in found] == [None, 0, 2]
     assert [each["unequal_leaves"] for each in found] == [0, 0, 0]
-    health = [ckpt_command("info", tmp_path / step).out for step in "123"]
+    health = [ckpt_command("show", tmp_path / step).out for step in "123"]
     assert not re.search(r"^health ", health[0], re.MULTILINE)
     assert re.search(r"^health +healthy$", health[1], re.MULTILINE)
     odd = r"^health +NaN or infinite values in b \(1\), w \(2\)$"
     assert re.search(odd, health[2], re.MULTILINE)
-    assert ckpt_command("info", tmp_path / "3", "--json").json["nonfinite"] == {"b": 1, "w": 2}
-    assert ckpt_command("info", tmp_path / "1", "--json").json["nonfinite"] is None
+    assert ckpt_command("show", tmp_path / "3", "--json").json["nonfinite"] == {"b": 1, "w": 2}
+    assert ckpt_command("show", tmp_path / "1", "--json").json["nonfinite"] is None
 
 
 def test_a_step_may_be_given_by_its_path(run_root: Path) -> None:
-    assert ckpt_command("info", run_root / "10", "--json").json["step"] == 10
-    assert ckpt_command("info", run_root, "--json").json["step"] == 30
-    assert ckpt_command("info", f"file://{run_root}/20", "--json").json["step"] == 20
+    assert ckpt_command("show", run_root / "10", "--json").json["step"] == 10
+    assert ckpt_command("show", run_root, "--json").json["step"] == 30
+    assert ckpt_command("show", f"file://{run_root}/20", "--json").json["step"] == 20
 
 
 def test_steps_with_other_names_are_found(tmp_path: Path) -> None:
@@ -120,8 +131,10 @@ def test_no_line_is_wider_than_the_terminal(command: str, columns: int, run_root
     status, shown = on_terminal(command, link, columns=columns)
     assert status == 0
     table = without_styles(shown).splitlines()
-    if command != "info":  # Its texts are whole, however long they are.
-        assert max(map(len, table[:-1])) <= columns
+    if command == "show":
+        # Its texts are whole, however long they are.
+        table = table[table.index("") :]
+    assert max(map(len, table[:-1])) <= columns
     assert "\x1b[1m" in shown
 
 
@@ -133,10 +146,10 @@ def test_a_terminal_without_colours_gets_none(run_root: Path) -> None:
 
 def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
     ckpt.sync.save(tmp_path / "x", {"größe\x1b[31m": jnp.zeros(2), "名": 1})
-    ran = ckpt_command("tree", tmp_path / "x", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    ran = ckpt_command("show", tmp_path / "x", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert ran.status == 0
     assert ran.out.isascii()
-    assert "\x1b" not in ckpt_command("tree", tmp_path / "x").out
+    assert "\x1b" not in ckpt_command("show", tmp_path / "x").out
 
 
 def test_a_damaged_step_is_named_and_the_others_are_listed(run_root: Path, tmp_path: Path) -> None:
@@ -147,7 +160,7 @@ def test_a_damaged_step_is_named_and_the_others_are_listed(run_root: Path, tmp_p
     assert [each["step"] for each in ran.json["steps"]] == [10, 20]
     assert [each["step"] for each in ran.json["unreadable"]] == [30]
     assert "step 30" in ran.err
-    assert ckpt_command("tree", root / "30").status == 1
+    assert ckpt_command("show", root / "30").status == 1
 
 
 def test_a_root_whose_steps_are_all_damaged_is_not_taken_for_an_empty_one(
@@ -183,15 +196,16 @@ def test_an_item_without_leaves_is_a_row(
     with ocp.CheckpointManager(tmp_path / "orbax", item_names=("state", "config")) as orbax:
         state = ocp.args.StandardSave({"w": np.arange(4.0)})
         orbax.save(1, args=ocp.args.Composite(state=state, config=ocp.args.JsonSave({"lr": 1})))
-    own = in_this_process(capsys, "tree", tmp_path / "own")
+    own = in_this_process(capsys, "show", tmp_path / "own")
     assert re.search(r"^text +an item \(bytes\) +5 B$", own.out, re.MULTILINE)
     assert re.search(r"^none +a tree without leaves$", own.out, re.MULTILINE)
-    other = in_this_process(capsys, "tree", tmp_path / "orbax" / "1")
+    other = in_this_process(capsys, "show", tmp_path / "orbax" / "1")
     assert re.search(r"^config +an item \(json\) +9 B$", other.out, re.MULTILINE)
-    [item] = in_this_process(capsys, "tree", tmp_path / "orbax", "--json").json["whole_items"]
-    assert item == {"name": "config", "handler": "json", "nbytes": 9}
-    assert "config" not in in_this_process(capsys, "tree", tmp_path / "orbax", "w").out
+    items = in_this_process(capsys, "show", tmp_path / "orbax", "--json").json["items"]
+    whole = {"name": "config", "handler": "json", "leaves": 0, "arrays": 0, "nbytes": 9}
+    assert whole in items
+    assert "config" not in in_this_process(capsys, "show", tmp_path / "orbax", "*").out
     ckpt.sync.save(tmp_path / "empty", {})
-    empty = in_this_process(capsys, "tree", tmp_path / "empty").out.splitlines()
-    assert empty[1].split("  ")[0] == "default"
-    assert all(empty)
+    about, leaves = in_this_process(capsys, "show", tmp_path / "empty").out.split("\n\n")
+    assert "default (pytree): 0 leaves" in about
+    assert leaves.splitlines()[1].split("  ")[0] == "default"

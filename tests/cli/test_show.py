@@ -1,4 +1,4 @@
-"""`ckpt show`: the values of a leaf."""
+"""`ckpt show` of one leaf: its values and figures."""
 
 from __future__ import annotations
 
@@ -118,7 +118,6 @@ def test_a_large_array_is_printed_as_numpy_prints_it(path: Path) -> None:
     ("leaf", "hint"),
     [
         ("parms.dense.kernel", "is it 'params.dense.kernel'?"),
-        ("params.dense", "it is a branch with 2 of them"),
         ("params.dense.kernel[9]", "axis 0 has the length 8"),
         ("params.dense.kernel[a]", "no slice"),
         ("params.dense.kernel[]", "no slice"),
@@ -142,15 +141,13 @@ def test_a_wrong_leaf_is_refused(
 def test_a_wrong_path_is_refused(tmp_path: Path) -> None:
     assert ckpt_command("show", tmp_path / "no", "w").status == 2
     assert ckpt_command("show", tmp_path, "w").status == 2
-    assert ckpt_command("show", tmp_path).status == 2
 
 
 def test_the_item_is_named_where_several_have_the_leaf(tmp_path: Path) -> None:
     items = {"a": {"w": np.zeros(2), "v": np.ones(1)}, "b": {"w": np.ones(2)}}
     ckpt.sync.save(tmp_path / "x", items=items)
     ran = ckpt_command("show", tmp_path / "x", "w")
-    assert ran.status == 2
-    assert "a:w, b:w" in ran.err
+    assert [line.split()[0] for line in ran.out.splitlines()[1:3]] == ["a:w", "b:w"]
     assert ckpt_command("show", tmp_path / "x", "b:w[0]", "--json").json["values"] == 1.0
     assert ckpt_command("show", tmp_path / "x", "v", "--json").json["leaf"]["item"] == "a"
     assert "is it 'w'?" in ckpt_command("show", tmp_path / "x", "b:ww").err

@@ -167,7 +167,7 @@ def test_all_commands_tell_one_size_of_a_step(
     assert {str(each["step"]): each["stored_bytes"] for each in listed} == on_disk
     timed = told("stats", run_root)["steps"]
     assert {str(each["step"]): each["stored_bytes"] for each in timed} == on_disk
-    assert told("info", run_root / "20")["stored_bytes"] == on_disk["20"]
+    assert told("show", run_root / "20")["stored_bytes"] == on_disk["20"]
 
 
 def test_the_total_of_a_list_counts_shared_bytes_once(

@@ -133,7 +133,7 @@ def test_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     root = saved(tmp_path / "a", 1)
     with open("/dev/full", "w") as full:
         ran = subprocess.run(
-            [sys.executable, "-m", "ckpt", "tree", str(root)],
+            [sys.executable, "-m", "ckpt", "show", str(root)],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
@@ -146,7 +146,7 @@ def test_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert len(ran.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("call", [("ls", "--json"), ("info", "--json"), ("tree", "--json")])
+@pytest.mark.parametrize("call", [("ls", "--json"), ("show", "--json")])
 def test_a_path_that_is_not_text_is_escaped(call: tuple[str, ...], tmp_path: Path) -> None:
     root = saved(tmp_path / "a", 1)
     odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/ro\xff"))

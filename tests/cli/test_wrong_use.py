@@ -19,9 +19,7 @@ from tests.support.command import Ran, ckpt_command, environment, on_terminal
 # How each command is called with a path; those without any come with the reason.
 CALLS: dict[str, tuple[str, ...]] = {
     "ls": ("PATH",),
-    "info": ("PATH",),
-    "tree": ("PATH",),
-    "show": ("PATH", "params.embed"),
+    "show": ("PATH",),
     "diff": ("PATH", "PATH"),
     "bisect": ("PATH", "PATH"),
     "explain": ("PATH",),
@@ -239,11 +237,11 @@ def test_shells_complete_commands_and_options(shell: str) -> None:
     ran = ckpt_command("completion", shell)
     assert ran.status == 0
     assert "_CKPT_COMPLETE" in ran.out
-    words = {"bash": {"COMP_WORDS": "ckpt tre", "COMP_CWORD": "1"}}.get(shell)
+    words = {"bash": {"COMP_WORDS": "ckpt sho", "COMP_CWORD": "1"}}.get(shell)
     if words is not None:
         found = ckpt_command(_CKPT_COMPLETE="bash_complete", **words)
-        assert found.out.split() == ["plain,tree"]
-        words["COMP_WORDS"] = "ckpt tree --s"
+        assert found.out.split() == ["plain,show"]
+        words["COMP_WORDS"] = "ckpt show --s"
         found = ckpt_command(_CKPT_COMPLETE="bash_complete", **words | {"COMP_CWORD": "2"})
         assert found.out.split() == ["plain,--summary"]
         words["COMP_WORDS"] = "ckpt vrify "

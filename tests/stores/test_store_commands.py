@@ -55,21 +55,21 @@ def test_looking_at_a_run(url: str, run: Callable[..., Ran]) -> None:
     assert ran.status == 0
     assert steps_of(run, url) == [1, 2, 3]
     for name, words in (
-        ("info", "metrics     loss=0.5"),
-        ("tree", "params.w  float64[50000] (numpy)"),
-        ("du", "391 KiB"),
+        ("show", "metrics     loss=0.5"),
+        ("show", "params.w  float64[50000] (numpy)"),
+        ("ls --by-size", "391 KiB"),
         ("verify", "is whole"),
     ):
-        ran = run(name, f"{url}/2")
+        ran = run(*name.split(), f"{url}/2")
         assert (ran.status, ran.err) == (0, ""), (name, ran)
         assert words in ran.out, (name, ran)
     ran = run("show", f"{url}/2", "params.w[3:5]")
     assert ran.status == 0
     assert "[5., 6.]" in ran.out
-    for name in ("info", "tree", "du", "log", "verify"):
-        ran = run(name, url)
+    for name in ("show", "ls --by-size", "ls --long", "verify"):
+        ran = run(*name.split(), url)
         assert (ran.status, ran.err) == (0, ""), (name, ran)
-        assert run(name, url, "--json").json
+        assert run(*name.split(), url, "--json").json
     assert run("verify", url, "--shallow").status == 0
 
 
@@ -188,14 +188,10 @@ def test_copying_and_converting(url: str, tmp_path: Path, run: Callable[..., Ran
     "arguments",
     [
         ("ls",),
-        ("info",),
-        ("tree",),
-        ("du",),
-        ("log",),
         ("verify",),
-        ("show", "params.w"),
+        ("show",),
         ("gc",),
-        ("forget", "--keep-last", "1"),
+        ("rm", "--keep-last", "1"),
     ],
     ids=lambda arguments: arguments[0],
 )

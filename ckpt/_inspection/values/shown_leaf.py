@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from ckpt._inspection.leaf_records import LeafRecord, records_of
+from ckpt._inspection.leaf_records import ChosenLeaf, LeafRecord
 from ckpt._inspection.locations import Checkpoint
 from ckpt._inspection.values.leaf_index import (
     PIECE_BYTES,
@@ -22,10 +22,8 @@ from ckpt._inspection.values.leaf_index import (
     WantedPiece,
     parse_index,
     pieces_of,
-    split_index,
     whole_index,
 )
-from ckpt._tree.leaf_names import split_leaf, suggestion
 from ckpt.errors import InvalidArgumentError
 
 Array = np.ndarray[Any, Any]
@@ -286,21 +284,22 @@ class PrintedArray(Struct, frozen=True):
     is_cut: bool
 
 
-async def show_leaf(checkpoint: Checkpoint, text: str) -> tuple[ShownLeaf, PrintedArray | None]:
+async def show_leaf(
+    checkpoint: Checkpoint, chosen: ChosenLeaf
+) -> tuple[ShownLeaf, PrintedArray | None]:
     """Return a leaf with its values and statistics; for an array, also the elements to print.
 
     An array is read once, in pieces of 32 MiB, or of one chunk if that is larger.
 
     Args:
         checkpoint: The checkpoint.
-        text: A leaf path, with or without an index in brackets. If several items have such a leaf,
-            the name of its item and a colon come first.
+        chosen: The leaf, and its part.
 
     Raises:
-        InvalidArgumentError: There is no such leaf, or it has no such part.
+        InvalidArgumentError: The leaf has no such part.
         CorruptCheckpointError: A chunk is damaged; names the leaf.
     """
-    item, number, record, index = _find(checkpoint, text)
+    item, number, record, index = chosen.item, chosen.number, chosen.record, chosen.index
     manifest = checkpoint.opened.manifest
     if not record.is_array:
         if index is not None:
@@ -324,39 +323,6 @@ async def show_leaf(checkpoint: Checkpoint, text: str) -> tuple[ShownLeaf, Print
         checkpoint.location, manifest.step, record, index, part.shape, values, statistics
     )
     return shown, printed
-
-
-def _find(checkpoint: Checkpoint, text: str) -> tuple[str, int, LeafRecord, str | None]:
-    """Return the item, the number and the record of a leaf, and the requested index."""
-    manifest = checkpoint.opened.manifest
-    leaves = [
-        (name, number, record)
-        for name, item in manifest.items.items()
-        for number, record in enumerate(records_of(manifest, name, range(len(item.leaves))))
-    ]
-    items = () if manifest.unnamed else manifest.items
-    path, index = split_index(text)
-    # A key may have brackets, so the whole text is tried as a path first.
-    for wanted, part in ((text, None), (path, index)):
-        owner, name = split_leaf(wanted, items)
-        found = [
-            (item, number, each, part)
-            for item, number, each in leaves
-            if owner in (None, item) and each.path == name
-        ]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            listed = ", ".join(each.name for _, _, each, _ in found)
-            raise InvalidArgumentError(
-                f"{checkpoint.location} has several leaves {wanted!r:.200}: {listed:.400}"
-            )
-    names = [each.path for item, _, each in leaves if owner in (None, item)]
-    below = [each for each in names if each.startswith(f"{name}.")]
-    hint = suggestion(name, dict.fromkeys(names))
-    if below:
-        hint = f": it is a branch with {len(below):,} of them, such as {below[0]!r:.200}"
-    raise InvalidArgumentError(f"{checkpoint.location} has no leaf {path!r:.200}{hint}")
 
 
 def _value(checkpoint: Checkpoint, item: str, number: int) -> Any:

@@ -15,7 +15,7 @@ import click
 # As the help shows them.
 GROUPS = {
     "Look": (
-        *("ls", "info", "tree", "show", "watch", "ui"),
+        *("ls", "show", "watch", "ui"),
         *("norms", "stats", "goodput", "trace", "explain"),
     ),
     "Compare": ("diff", "bisect", "verify"),
@@ -28,7 +28,9 @@ RENAMED = {
     "adopt": "convert --in-place",
     "du": "ls --by-size",
     "forget": "rm --keep-last N",
+    "info": "show",
     "log": "ls --long",
+    "tree": "show",
     "undelete": "trash --restore STEP",
     "unpin": "pin --remove",
 }

@@ -18,7 +18,8 @@ from ckpt.cli.progress import progress
 
 if TYPE_CHECKING:
     from ckpt._engine.verify.report import VerifyReport
-    from ckpt._inspection.verified_steps import SkippedStep, Verification
+    from ckpt._inspection.locations import SkippedStep
+    from ckpt._inspection.verified_steps import Verification
 
 _MOST_SEEDS = 1 << 32
 

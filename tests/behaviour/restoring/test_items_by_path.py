@@ -90,7 +90,7 @@ def test_only_the_item_is_verified(step: Path) -> None:
 
 def test_the_command_reads_items(step: Path) -> None:
     assert ckpt_command("verify", step / "state").status == 0
-    shown = ckpt_command("info", step / "state", "--json")
+    shown = ckpt_command("show", step / "state", "--json")
     assert shown.json["path"] == str(step / "state")
     flip(step)
     verified = ckpt_command("verify", step / "state")

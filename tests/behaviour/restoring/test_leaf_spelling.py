@@ -88,7 +88,7 @@ def test_it_is_selected(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_it_is_shown(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stored = LEAF.replace("/", "%2F")
     assert stored in str(ckpt.sync.metadata(step))
-    for command in (["tree", step], ["show", step, LEAF]):
+    for command in (["show", step], ["show", step, LEAF]):
         assert stored in in_this_process(capsys, *command).out
     policy = ckpt.keep.Healthy(allow=["model:**.w", "other:**.w"])
     found: list[ckpt.keep.SavedStep] = []
