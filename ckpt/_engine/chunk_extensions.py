@@ -8,7 +8,7 @@
 `records` are made for each staged batch, beside its digests. They go with the places of the chunks
 through the reports of processes, and `ckpt.extensions.merge_notes` makes columns of the manifest of
 them. A check of restored arrays is a function, `ckpt.extensions.device_check`. A save without
-extensions calls nothing of this. docs/design/018-vital-signs.md has the reasons.
+extensions calls nothing of this. docs/design/018 has the reasons.
 """
 
 from __future__ import annotations
