@@ -63,9 +63,9 @@ class JaxMonitoring:
         # Only names in the table are reported, so that every name is documented.
         if known is None:
             return
-        if known.kind == "event":
+        if known == "event":
             self._monitoring.record_event(full)
-        elif known.kind == "duration":
+        elif known == "duration":
             self._monitoring.record_event_duration_secs(full, value)
         else:
             self._monitoring.record_scalar(full, value)

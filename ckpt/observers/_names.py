@@ -1,6 +1,6 @@
 """Names of all metrics, and the operations in progress that they count.
 
-Names of all metrics. docs/how-to/observing.md has the same tables. Durations and bytes are recorded
+Names of all metrics. docs/how-to/observing.md has them, too. Durations and bytes are recorded
 for operations that ended `ok`; all others are only counted. The duration of a phase is the time in
 which at least one phase of its kind was running, once for each operation.
 
@@ -56,12 +56,6 @@ PHASES: Mapping[str, Mapping[str, str]] = {
     "delete": {},
     "drain": {},
 }
-_ENDED = {
-    "ok": "it did what was asked",
-    "failed": "it failed",
-    "skipped": "it was turned down, by a policy for example",
-    "cancelled": "it was cancelled",
-}
 # The phases whose bytes are reported to `jax.monitoring`, and the names for them.
 BYTES: Mapping[tuple[str, str], str] = {
     ("save", "write"): "written_bytes",
@@ -80,29 +74,24 @@ class MetricName(Struct, frozen=True):
     unit: str = ""
 
 
-def _of_jax() -> dict[str, MetricName]:
-    names: dict[str, MetricName] = {}
+def _of_jax() -> dict[str, Kind]:
+    names: dict[str, Kind] = {}
     for operation, phases in PHASES.items():
         for outcome in OUTCOMES:
-            names[f"{operation}/{outcome}"] = MetricName(
-                "event", f"one {operation}: {_ENDED[outcome]}"
-            )
-        names[f"{operation}/seconds"] = MetricName("duration", f"the whole {operation}")
+            names[f"{operation}/{outcome}"] = "event"
+        names[f"{operation}/seconds"] = "duration"
         if phases:
             # A deletion has no phases, and moves nothing.
-            names[f"{operation}/bytes"] = MetricName(
-                "scalar", f"bytes of the arrays of the {operation}"
-            )
-        for phase, meaning in phases.items():
-            names[f"{operation}/{phase}_seconds"] = MetricName("duration", meaning)
+            names[f"{operation}/bytes"] = "scalar"
+        for phase in phases:
+            names[f"{operation}/{phase}_seconds"] = "duration"
             if (operation, phase) in BYTES:
-                name = f"{operation}/{BYTES[operation, phase]}"
-                names[name] = MetricName("scalar", f"bytes that the phase `{phase}` moved")
+                names[f"{operation}/{BYTES[operation, phase]}"] = "scalar"
     return names
 
 
 # Each name follows the prefix and a slash.
-JAX: Mapping[str, MetricName] = _of_jax()
+JAX: Mapping[str, Kind] = _of_jax()
 
 # Upper bounds of the histograms, in seconds: a plan takes less than a millisecond, and a save that
 # waits for a slow store many minutes.

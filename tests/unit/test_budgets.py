@@ -51,7 +51,7 @@ LINES = {
     "extensions": 81,
     "handlers": 1330,
     "keep": 625,
-    "observers": 1150,
+    "observers": 1139,
     "page": 255,
     "save_when": 234,
     "storage": 4554,

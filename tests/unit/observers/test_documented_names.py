@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from ckpt.observers._names import BYTES, JAX, OPENTELEMETRY, PHASES, PROMETHEUS, MetricName
@@ -30,7 +32,6 @@ def code(text: str) -> str:
 @pytest.mark.parametrize(
     ("heading", "names", "prefix"),
     [
-        ("## jax.monitoring", JAX, "/ckpt/"),
         ("## Prometheus", PROMETHEUS, "ckpt_"),
         ("## OpenTelemetry", OPENTELEMETRY, ""),
     ],
@@ -42,12 +43,31 @@ def test_the_page_has_every_name_with_its_kind_and_meaning(
         [
             code(f"{prefix}{name}"),
             known.kind,
-            *([", ".join(map(code, known.labels))] if prefix != "/ckpt/" else []),
+            ", ".join(map(code, known.labels)),
             known.meaning,
         ]
         for name, known in names.items()
     ]
     assert table_after(heading) == expected
+
+
+def test_the_page_has_every_name_of_jax_monitoring() -> None:
+    sentence = re.search(r"an operation is (.*?)\.", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert sentence
+    operations = re.findall(r"`(\w+)`", sentence[1])
+    phases = [(row[0].strip("`"), row[1].strip("`")) for row in table_after("## Phases")]
+    found = {}
+    for names, kind, _ in table_after("## jax.monitoring"):
+        for name in re.findall(r"`/ckpt/([^`]+)`", names):
+            for operation in operations:
+                named = name.replace("<operation>", operation)
+                if "<phase>" in named:
+                    for of, phase in phases:
+                        if of == operation:
+                            found[named.replace("<phase>", phase)] = kind
+                else:
+                    found[named] = kind
+    assert found == JAX
 
 
 def test_the_page_has_every_phase() -> None:

@@ -64,7 +64,7 @@ def test_a_save_is_told_once_whatever_its_size(heard: Heard) -> None:
         "save/publish_seconds": pytest.approx(40e-6),
         "save/preserve_seconds": pytest.approx(10e-6),
     }
-    assert all(JAX[name].kind == kind for kind, name, _ in heard)
+    assert all(JAX[name] == kind for kind, name, _ in heard)
 
 
 PHASES = {
