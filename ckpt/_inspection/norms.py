@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from ckpt._steps.opened import open_step
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.leaf_names import compile_rule, near_miss
-from ckpt._vitals.signs import join_signs, no_signs, signs_of
+from ckpt._vitals.signs import LeafSigns, join_signs, no_signs, signs_of
 from ckpt.errors import CheckpointError, InvalidArgumentError
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -23,23 +24,6 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 DEPTH = 2
 # Least number of steps: the first and the last.
 LEAST_STEPS = 2
-
-
-class LayerSigns(Struct, frozen=True, gc=False):
-    """The vital signs of the arrays of a layer in one step, together.
-
-    Attributes:
-        leaves: Number of the arrays.
-        norm: Square root of the sum of the squares of their finite values; None if the vital signs
-            of one array are unknown.
-        absmax: Largest absolute value among the finite values.
-        nonfinite: Number of values that are NaN or infinite.
-    """
-
-    leaves: int
-    norm: float | None
-    absmax: float | None
-    nonfinite: int | None
 
 
 class LayerNorms(Struct, frozen=True):
@@ -84,8 +68,9 @@ class NormTable(Struct, frozen=True):
     nonfinite: list[int]
 
 
-# The layers of one step, by name.
-StepLayers = dict[str, LayerSigns]
+# The layers of one step, by name: number of the arrays, and their vital signs together; None if
+# those of one array are unknown.
+StepLayers = dict[str, tuple[int, LeafSigns | None]]
 
 
 class NormReader:
@@ -138,7 +123,7 @@ class NormReader:
         unknown = [
             step
             for step, layers in read.items()
-            if layers and all(each.norm is None for each in layers.values())
+            if layers and all(signs is None for _, signs in layers.values())
         ]
         return NormTable(
             self._root.location,
@@ -157,7 +142,7 @@ class NormReader:
             return None
         if opened is None:
             return None
-        found: dict[str, LayerSigns] = {}
+        found: StepLayers = {}
         try:
             for name, item in opened.manifest.items.items():
                 shown = "" if opened.manifest.unnamed else name
@@ -166,11 +151,17 @@ class NormReader:
             return None
         return found
 
-    def _item_layers(self, item_name: str, item: ItemEntry) -> dict[str, LayerSigns]:
+    def _item_layers(self, item_name: str, item: ItemEntry) -> StepLayers:
         table = item.leaves
         numbers, owners, layers = [], [], dict[str, int]()
         paths = unboxed_names(item.nodes, table.names)
-        wanted = [form.kind in ARRAY_KINDS and form.kind != "key" for form in table.forms]
+        # Counters and other integers are no layers, unless they are chosen.
+        wanted = [
+            form.kind in ARRAY_KINDS
+            and form.kind != "key"
+            and (bool(self._rules) or not re.search("int|bool", form.dtype or ""))
+            for form in table.forms
+        ]
         for number, form in enumerate(table.form.tolist()):
             # The norm of an array that is stored once counts once; the norm of a key says nothing.
             if not wanted[form] or number in table.same_as:
@@ -186,9 +177,7 @@ class NormReader:
         joined = join_signs(signs, of_layer, len(layers))
         counts = np.bincount(of_layer, minlength=len(layers)).tolist()
         return {
-            name: LayerSigns(count, known.norm, known.absmax, known.nonfinite)
-            if (known := signs_of(joined[at])) is not None
-            else LayerSigns(count, None, None, None)
+            name: (count, signs_of(joined[at]))
             for (name, at), count in zip(layers.items(), counts, strict=True)
         }
 
@@ -224,19 +213,13 @@ def chosen_steps(steps: Sequence[int], most: int) -> list[int]:
     return [*steps[: len(steps) - 1 : distance], *steps[-1:]]
 
 
-def _over_steps(steps: Sequence[dict[str, LayerSigns]]) -> list[LayerNorms]:
-    names = dict.fromkeys(name for step in steps for name in step)
-    nothing = LayerSigns(0, None, None, None)
+def _over_steps(steps: Sequence[StepLayers]) -> list[LayerNorms]:
     found = []
-    for name in names:
-        row = [step.get(name, nothing) for step in steps]
-        found.append(
-            LayerNorms(
-                name,
-                max(each.leaves for each in row),
-                [each.norm for each in row],
-                [each.absmax for each in row],
-                [each.nonfinite for each in row],
-            )
+    for name in dict.fromkeys(name for step in steps for name in step):
+        counts, signs = zip(*(step.get(name, (0, None)) for step in steps), strict=True)
+        norms, absmax, nonfinite = (
+            [None if each is None else getattr(each, figure) for each in signs]
+            for figure in ("norm", "absmax", "nonfinite")
         )
+        found.append(LayerNorms(name, max(counts), norms, absmax, nonfinite))
     return found

@@ -13,7 +13,7 @@ from ckpt.cli import exit_status
 from tests.support.command import environment
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "doctor", "stats", "goodput", "watch"])
+@pytest.mark.parametrize("command", ["ls", "show", "doctor", "stats", "watch"])
 def test_a_closed_pipe(command: str, run_root: Path) -> None:
     options = ["--after", "0", "--until", "30"] if command == "watch" else []
     reading, writing = os.pipe()

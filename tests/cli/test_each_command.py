@@ -346,9 +346,10 @@ def test_stats(root: Path, run: Command, report: Report) -> None:
 
 
 def test_goodput(root: Path, run: Command, report: Report) -> None:
-    ran = run("goodput", root, "--mtbf", "6h")
+    ran = run("stats", root, "--mtbf", "6h")
     assert (ran.status, "6 h, given" in ran.out) == (0, True)
-    costs = report("goodput", root, "--mtbf", "6h")["costs"]
+    costs = report("stats", root, "--goodput", "--mtbf", "6h")["costs"]
+    assert report("stats", root, "--goodput", "--last", 2)["costs"]["saves"] == 2
     assert (costs["saves"], costs["mtbf_seconds"]) == (3, 6 * 3600)
 
 

@@ -1,4 +1,4 @@
-"""`ckpt goodput`: what saving costs a run, where it was interrupted, how often to save."""
+"""`ckpt stats --goodput`: what saving costs a run, where it was interrupted, how often to save."""
 
 from __future__ import annotations
 
@@ -184,30 +184,32 @@ def interrupted_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("mtbf", [None, "6h"])
 def test_output(mtbf: str | None, as_json: bool, interrupted_root: Path) -> None:
     arguments = ["--mtbf", mtbf] if mtbf else []
-    ran = ckpt_command("goodput", interrupted_root, *arguments, *(["--json"] if as_json else []))
+    ran = ckpt_command(
+        "stats", "--goodput", interrupted_root, *arguments, *(["--json"] if as_json else [])
+    )
     assert (ran.status, ran.err) == (0, "")
     name = "_".join(["goodput", *([mtbf] if mtbf else []), *(["json"] if as_json else [])])
     check_golden(name, ran.out.replace(str(interrupted_root), "<root>"))
 
 
 def test_a_root_whose_steps_were_saved_without_interruption(run_root: Path) -> None:
-    found = ckpt_command("goodput", run_root, "--json").json["costs"]
+    found = ckpt_command("stats", "--goodput", run_root, "--json").json["costs"]
     assert found["saves"] == 3
     assert found["blocked_seconds"] > 0
     assert found["suggestion"] is None
 
 
 def test_places_and_options_that_are_refused(run_root: Path, tmp_path: Path) -> None:
-    assert ckpt_command("goodput", run_root / "10").status == 2
-    assert ckpt_command("goodput", tmp_path / "missing").status == 2
-    ran = ckpt_command("goodput", run_root, "--mtbf", "often")
+    assert ckpt_command("stats", "--goodput", run_root / "10").status == 2
+    assert ckpt_command("stats", "--goodput", tmp_path / "missing").status == 2
+    ran = ckpt_command("stats", "--goodput", run_root, "--mtbf", "often")
     assert ran.status == 2
     assert "expected a time" in ran.err
-    assert ckpt_command("goodput", tmp_path).out == f"{tmp_path}: no steps\n"
+    assert ckpt_command("stats", "--goodput", tmp_path).out == f"{tmp_path}: no steps\n"
 
 
 def test_the_table_fits_a_terminal(interrupted_root: Path) -> None:
-    status, shown = on_terminal("goodput", interrupted_root, columns=80)
+    status, shown = on_terminal("stats", "--goodput", interrupted_root, columns=80)
     assert status == 0
     assert "\x1b[1m" in shown
     (header,) = [each for each in without_styles(shown).splitlines() if "after step" in each]

@@ -1,4 +1,4 @@
-"""`ckpt norms`: the norms of layers over steps, and how they are chosen and read."""
+"""`ckpt stats --norms`: the norms of layers over steps, and how they are chosen and read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
 def test_output(as_json: bool, root: Path) -> None:
-    ran = ckpt_command("norms", root, *(["--json"] if as_json else []))
+    ran = ckpt_command("stats", "--norms", root, *(["--json"] if as_json else []))
     assert (ran.status, ran.err) == (0, "")
     check_golden(f"norms{'_json' if as_json else ''}", settled(ran.out, root=root))
 
@@ -62,15 +62,14 @@ def arrays_of(step: int) -> dict[str, list[Floats]]:
     found = state(step)
     layers = found["params"]["layers"]
     return {
-        # The tied array counts once, where it is stored; keys and texts have no norm.
+        # The tied array counts once, where it is stored; keys, texts and integers have no norm.
         "params.embed": [found["params"]["embed"]],
         **{f"params.layers.{n}": list(each.values()) for n, each in enumerate(layers)},
-        "count": [found["count"]],
     }
 
 
 def test_norms_are_those_of_all_arrays_of_a_layer(root: Path, capsys: Capsys) -> None:
-    found = in_this_process(capsys, "norms", root, "--json").json
+    found = in_this_process(capsys, "stats", "--norms", root, "--json").json
     assert found["steps"] == [10, 20, 30, 40, 50, 60]
     assert (found["unknown"], found["unreadable"], found["nonfinite"]) == ([20], [], [40])
     layers = {each["name"]: each for each in found["layers"]}
@@ -91,7 +90,7 @@ def test_norms_are_those_of_all_arrays_of_a_layer(root: Path, capsys: Capsys) ->
 
 def test_a_layer_is_chosen_by_patterns_and_depth(root: Path, capsys: Capsys) -> None:
     def names(*arguments: object) -> list[str]:
-        found = in_this_process(capsys, "norms", root, *arguments, "--json").json
+        found = in_this_process(capsys, "stats", "--norms", root, *arguments, "--json").json
         return [each["name"] for each in found["layers"]]
 
     assert names("--select", "params.layers") == ["params.layers.0", "params.layers.1"]
@@ -100,16 +99,16 @@ def test_a_layer_is_chosen_by_patterns_and_depth(root: Path, capsys: Capsys) -> 
         "params.layers.0",
         "params.layers.1",
     ]
-    assert names("--depth", 1) == ["count", "params"]
+    assert names("--depth", 1) == ["params"]
     assert "params.layers.1.kernel" in names("--depth", 3)
 
 
 def test_the_step_with_nan_is_among_few_steps(root: Path, capsys: Capsys) -> None:
-    found = in_this_process(capsys, "norms", root, "--steps", 2, "--json").json
+    found = in_this_process(capsys, "stats", "--norms", root, "--steps", 2, "--json").json
     assert (found["steps"], found["total"]) == ([10, 40, 60], 6)
-    told = in_this_process(capsys, "norms", root, "--steps", 2).out
+    told = in_this_process(capsys, "stats", "--norms", root, "--steps", 2).out
     assert "step 40: params.layers.1 has 4 values that are not finite" in told
-    assert "3 of 6 steps" in told
+    assert told.endswith("3 layers, 3 of 6 steps\n")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +180,7 @@ def test_damaged_steps_are_named_and_read_again(root: Path) -> None:
     wrong = document_of(root / "30")
     wrong["items"]["default"]["leaves"]["form"] = "AAAA"
     rewrite(root / "30", wrong)
-    ran = ckpt_command("norms", root)
+    ran = ckpt_command("stats", "--norms", root)
     assert (ran.status, ran.err) == (0, "")
     assert "steps that cannot be read: 30" in ran.out
 
@@ -196,9 +195,9 @@ def test_damaged_steps_are_named_and_read_again(root: Path) -> None:
 
 def test_a_step_whose_tree_contradicts_itself_is_named(root: Path, capsys: Capsys) -> None:
     contradict(root / "30")
-    found = in_this_process(capsys, "norms", root, "--json").json
+    found = in_this_process(capsys, "stats", "--norms", root, "--json").json
     assert (found["steps"], found["unreadable"]) == ([10, 20, 40, 50, 60], [30])
-    ran = in_this_process(capsys, "norms", root)
+    ran = in_this_process(capsys, "stats", "--norms", root)
     assert (ran.status, ran.err) == (0, "")
     assert "steps that cannot be read: 30" in ran.out
 
@@ -207,7 +206,7 @@ def test_a_step_without_arrays_does_not_lack_signs(tmp_path: Path, capsys: Capsy
     with ckpt.sync.CheckpointManager(tmp_path, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         mgr.save(1, {"w": np.ones(2)})
         mgr.save(2, {"count": 3})
-    found = in_this_process(capsys, "norms", tmp_path, "--json").json
+    found = in_this_process(capsys, "stats", "--norms", tmp_path, "--json").json
     assert (found["steps"], found["unknown"]) == ([1, 2], [])
 
 
@@ -228,7 +227,7 @@ def test_numbers_that_no_array_can_have_are_not_known(
     told[columns["names"].index("w")] = number
     columns[column] = base64.b64encode(told.tobytes()).decode()
     rewrite(tmp_path / "run" / "2", lying)
-    found = in_this_process(capsys, "norms", tmp_path / "run", "--json").json
+    found = in_this_process(capsys, "stats", "--norms", tmp_path / "run", "--json").json
     layers = {each["name"]: each for each in found["layers"]}
     assert [each is None for each in layers["w"]["norms"]] == [False, True]
     assert layers["w"]["absmax"] == [1.0, None]
@@ -243,12 +242,16 @@ def test_runs_without_signs_say_so(tmp_path: Path, capsys: Capsys) -> None:
         mgr.save(1, {"w": np.ones(2)})
     with ocp.CheckpointManager(tmp_path / "orbax") as orbax:
         orbax.save(1, args=ocp.args.StandardSave({"w": np.ones(2)}))
+    hint = (
+        "steps without vital signs: 1; save with extensions=[ckpt.extensions.VitalSigns()] "
+        "to have them"
+    )
     for name in ("run", "orbax"):
-        ran = in_this_process(capsys, "norms", tmp_path / name)
+        ran = in_this_process(capsys, "stats", "--norms", tmp_path / name)
         assert ran.status == 0
         assert ran.out.splitlines() == [
-            "steps without vital signs: 1",
-            f"{tmp_path / name}: 1 layer, 1 of 1 step",
+            hint,
+            f"{tmp_path / name}: 0 layers, 0 of 1 step",
         ]
 
 
@@ -260,19 +263,21 @@ def test_wrong_uses(root: Path, tmp_path: Path, capsys: Capsys) -> None:
         ((root, "--select", ""), "expected a leaf path"),
         ((root, "--steps", 1), "--steps"),
         ((root, "--depth", 0), "--depth"),
+        ((root, "--last", 1), "goes without --last"),
+        ((root, "--goodput"), "goes without --last, --goodput"),
         ((tmp_path / "empty",), "has no committed step"),
         ((root / "10",), "is a single checkpoint, not a root of steps"),
         ((tmp_path / "missing",), str(tmp_path / "missing")),
     ]
     for arguments, text in cases:
-        ran = in_this_process(capsys, "norms", *arguments)
+        ran = in_this_process(capsys, "stats", "--norms", *arguments)
         assert (ran.status, ran.out) == (2, ""), arguments
         assert text in ran.err
 
 
 def test_norms_are_shown_without_jax(root: Path) -> None:
     ran = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "ckpt", "norms", str(root)],
+        [sys.executable, "-X", "importtime", "-m", "ckpt", "stats", "--norms", str(root)],
         capture_output=True,
         text=True,
         env=environment(),

@@ -74,6 +74,19 @@ def test_a_trend_is_told_from_enough_steps(half: int, growth: float) -> None:
     assert few.change is None
 
 
+def test_a_row_with_the_trend_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        for step in range(6):
+            mgr.save(step, {"w": np.ones(4)})
+    lines = in_this_process(capsys, "stats", tmp_path).out.splitlines()
+    assert lines[-3].split()[0] == "trend"
+    assert "later half" in lines[-2]
+    few = in_this_process(capsys, "stats", tmp_path, "--last", 5).out.splitlines()
+    assert [line.split()[0] for line in few[-3:-1]] == ["median", "worst"]
+
+
 def test_steps_without_times_are_listed(run_root: Path, tmp_path: Path) -> None:
     import orbax.checkpoint as ocp
 

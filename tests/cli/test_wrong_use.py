@@ -31,9 +31,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "trash": ("PATH",),
     "gc": ("PATH", "--dry-run"),
     "pin": ("PATH",),
-    "norms": ("PATH",),
     "stats": ("PATH",),
-    "goodput": ("PATH",),
     "ui": ("PATH", "--export", "OUT"),
 }
 WITHOUT_PATH = {

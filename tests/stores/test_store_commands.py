@@ -89,7 +89,7 @@ def test_where_two_runs_part(url: str, run: Callable[..., Ran]) -> None:
 
 
 def test_norms_of_a_run(url: str, run: Callable[..., Ran]) -> None:
-    ran = run("norms", url, "--json")
+    ran = run("stats", "--norms", url, "--json")
     assert (ran.status, ran.json["steps"], ran.json["unreadable"]) == (0, [1, 2, 3], [])
 
 

@@ -14,10 +14,7 @@ import click
 
 # As the help shows them.
 GROUPS = {
-    "Look": (
-        *("ls", "show", "watch", "ui"),
-        *("norms", "stats", "goodput", "trace", "explain"),
-    ),
+    "Look": ("ls", "show", "watch", "ui", "stats", "trace", "explain"),
     "Compare": ("diff", "bisect", "verify"),
     "Move": ("cp", "convert", "merge"),
     "Tidy": ("rm", "trash", "gc", "pin"),
@@ -28,8 +25,10 @@ RENAMED = {
     "adopt": "convert --in-place",
     "du": "ls --by-size",
     "forget": "rm --keep-last N",
+    "goodput": "stats --goodput",
     "info": "show",
     "log": "ls --long",
+    "norms": "stats --norms",
     "tree": "show",
     "undelete": "trash --restore STEP",
     "unpin": "pin --remove",
