@@ -15,12 +15,7 @@ from ckpt._steps.index import IndexedStep
 from ckpt._steps.pins import check_pin_name, pin, pins, unpin
 from ckpt._steps.removal.deletion_plan import DeletionPlan
 from ckpt._steps.removal.retention import Retention
-from ckpt.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    InvalidArgumentError,
-    NotACheckpointError,
-)
+from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, NotACheckpointError
 from ckpt.keep._deletion import Deletion
 from ckpt.keep._health import Healthy, allowed_by, health_of
 from ckpt.keep._keep_policies import (
@@ -63,7 +58,8 @@ async def forget_steps(
         dry_run: True to plan only.
 
     Raises:
-        CheckpointError: The root cannot be read, or a step could not be deleted; all others were.
+        CheckpointError: The root cannot be read.
+        ExceptionGroup: Steps could not be deleted; all others were.
     """
     await refuse_doubled(root)
     trash = await trash_of_run(root, given, for_good=for_good)
@@ -75,10 +71,7 @@ async def forget_steps(
     if not dry_run and going:
         await root.storage.prepare()
         await retention.prepare()
-        try:
-            await retention.preserve(DeletionPlan(going))
-        except ExceptionGroup as group:
-            raise _first(group) from group
+        await retention.preserve(DeletionPlan(going))
         left = await root.index.refresh()
         steps = [_spared(each, left) if each.step in going else each for each in steps]
     return Removal(root.location, steps, done=not dry_run)
@@ -90,14 +83,6 @@ def _spared(planned: RemovedStep, left: Mapping[int, IndexedStep]) -> RemovedSte
         return planned
     reasons = ["pinned or saved again meanwhile"]
     return replace(planned, goes=False, trash=None, reasons=reasons)
-
-
-def _first(group: ExceptionGroup[Exception]) -> Exception:
-    found = group.subgroup(CheckpointError)
-    error: Exception = group if found is None else found
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 async def _planned(

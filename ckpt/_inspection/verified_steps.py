@@ -82,6 +82,7 @@ async def verify_at(
         return _verification_of(found.location, False, [report], [], began)
     reports: list[VerifyReport] = []
     steps, skipped = await _steps_of(found)
+    damaged = {each.step: each.reason for each in found.index.unreadable}
     order = list(reversed(steps)) if limits.ends_at is not None else steps
     for place, (step, name) in enumerate(order, 1):
         begins(f"step {step}", place, len(order))
@@ -90,8 +91,10 @@ async def verify_at(
                 found.storage, name, step, deep, (observer,), limits=limits
             )
         except (StepNotFoundError, StepDeletedError):
-            skipped.append(SkippedStep(step, "it was deleted meanwhile"))
-            continue
+            if step not in damaged or not await found.storage.exists(name):
+                skipped.append(SkippedStep(step, "it was deleted meanwhile"))
+                continue
+            report = _unreadable(f"{found.location}/{name}", step, deep, damaged[step])
         except (NotACheckpointError, UnsupportedFormatError) as error:
             report = _unreadable(f"{found.location}/{name}", step, deep, error.message)
         reports.append(report)

@@ -12,6 +12,7 @@ from typing import Any
 import click
 from click.shell_completion import shell_complete
 
+import ckpt
 from ckpt._tree.leaf_names import near_miss
 from ckpt.cli import commands, exit_status
 from ckpt.cli.output import Warnings, note, prepare_streams
@@ -59,27 +60,14 @@ class _Commands(click.Group):
             raise click.exceptions.Exit(exit_status.INTERRUPTED) from None
 
 
-def _version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted and not context.resilient_parsing:
-        import ckpt
-
-        click.echo(f"ckpt {ckpt.__version__}")
-        context.exit()
-
-
 @click.group(
     cls=_Commands,
     context_settings=_SETTINGS,
     epilog="Exit status: 0 fine, 1 something was found (damage, a difference), 2 wrong use, "
     "3 the storage cannot be reached.",
 )
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_version,
-    help="Print the version and exit.",
+@click.version_option(
+    ckpt.__version__, message="ckpt %(version)s", help="Print the version and exit."
 )
 def app() -> None:
     """Look at checkpoints of JAX training, check them, move them and tidy them up.
@@ -114,11 +102,17 @@ def run(arguments: Sequence[str]) -> int:
         command = "ckpt" if where is None else where.command_path
         note(f"ckpt: {error.format_message()} See '{command} --help'.")
         return exit_status.USAGE
-    except CheckpointError as error:
+    except (CheckpointError, ExceptionGroup) as error:
+        # Of several errors that were raised together, the first one is shown.
+        first: BaseException = error
+        while isinstance(first, ExceptionGroup):
+            first = first.exceptions[0]
+        if not isinstance(first, CheckpointError):
+            raise
         # An error may list several problems in lines. In the command line, arguments are options.
-        for line in f"ckpt: {error}".replace("if_exists='replace'", "--overwrite").split("\n"):
+        for line in f"ckpt: {first}".replace("if_exists='replace'", "--overwrite").split("\n"):
             note(line)
-        return exit_status.status_of(error)
+        return exit_status.status_of(first)
     except BrokenPipeError:
         # Otherwise the interpreter would fail to flush output that has no reader.
         with contextlib.suppress(OSError):

@@ -168,6 +168,8 @@ def test_all_commands_tell_one_size_of_a_step(
     timed = told("stats", run_root)["steps"]
     assert {str(each["step"]): each["stored_bytes"] for each in timed} == on_disk
     assert told("show", run_root / "20")["stored_bytes"] == on_disk["20"]
+    [removed] = told("rm", run_root / "10", "--dry-run")["steps"]
+    assert removed["stored_bytes"] == on_disk["10"]
 
 
 def test_the_total_of_a_list_counts_shared_bytes_once(

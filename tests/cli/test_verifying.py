@@ -75,6 +75,15 @@ def test_damage_is_named_line_by_line(as_json: bool, root: Path) -> None:
     assert ckpt_command("verify", root / "30").status == 1
 
 
+def test_a_step_that_lost_its_manifest_is_damaged(root: Path) -> None:
+    (root / "20" / "ckpt.json").unlink()
+    ran = ckpt_command("verify", root, "--json")
+    assert ran.status == 1
+    assert [step["ok"] for step in ran.json["steps"]] == [True, False, True]
+    assert "has lost ckpt.json" in ran.json["steps"][1]["problems"][0]["message"]
+    assert ran.json["skipped"] == []
+
+
 def test_a_sample_says_what_was_read(run_root: Path) -> None:
     first = ckpt_command("verify", run_root, "--sample", "20%", "--json").json
     again = ckpt_command("verify", run_root, "--sample", "0.2", "--seed", first["seed"], "--json")

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckpt.cli import commands
+from ckpt.errors import StorageError
 from tests.support.command import Ran, ckpt_command, environment, on_terminal
 
 # How each command is called with a path; those without any come with the reason.
@@ -212,6 +213,15 @@ def test_a_command_that_there_is_not_leads_to_the_right_one() -> None:
     assert ckpt_command().status == 2
     assert ckpt_command("--help").status == 0
     assert ckpt_command("--version").out.startswith("ckpt ")
+
+
+def test_of_several_errors_the_first_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        inner = [StorageError("cannot list /proc/1", errno=13), ValueError("another")]
+        raise ExceptionGroup("outer", [ExceptionGroup("inner", inner)])
+
+    monkeypatch.setattr("ckpt.cli.commands.doctor.disk", fail)
+    check_refused(ckpt_command("doctor", "/proc"), 3, "ckpt: cannot list /proc/1")
 
 
 def test_without_its_libraries_the_command_says_what_to_install(tmp_path: Path) -> None:
