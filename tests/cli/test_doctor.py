@@ -219,3 +219,12 @@ def test_the_kind_of_a_file_system(tmp_path: Path) -> None:
     )
     assert disk.file_system_of(tmp_path, mounts) == "second"
     assert disk.file_system_of(tmp_path, tmp_path / "none") == "unknown"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc here")
+def test_a_view_of_the_kernel_is_refused_in_one_line() -> None:
+    for path in ("/proc", "/proc/self/runs"):
+        ran = ckpt_command("doctor", path)
+        assert (ran.status, ran.out) == (2, "")
+        assert ran.err.count("\n") == 1
+        assert "which is proc" in ran.err

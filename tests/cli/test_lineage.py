@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
 import ckpt
-from tests.support.command import check_golden, ckpt_command, environment, in_this_process, settled
+from tests.support.command import check_golden, ckpt_command, in_this_process, settled
 
 
 def run_from(root: Path, source: Path | None, *steps: int) -> None:
@@ -65,23 +62,6 @@ def test_a_checkpoint_by_itself_and_an_empty_root(items_path: Path, tmp_path: Pa
     assert (ran.status, ran.out) == (0, f"{tmp_path}: no steps, begun from scratch\n")
     ran = ckpt_command("ls", "--long", tmp_path / "none")
     assert (ran.status, ran.out) == (2, "")
-
-
-@pytest.mark.parametrize("command", ["ls", "trash"])
-def test_a_reader_that_goes_away_is_no_error(command: str, run_root: Path) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    ran = subprocess.run(
-        [sys.executable, "-m", "ckpt", command, str(run_root)],
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        timeout=60,
-        check=False,
-    )
-    os.close(writing)
-    assert (ran.returncode, ran.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("place", [b'"writer":{', b'"items":{', b'"process_count":1'])

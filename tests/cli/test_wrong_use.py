@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
 import shutil
@@ -14,8 +16,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckpt.cli import commands
+from ckpt.cli.app import run
 from ckpt.errors import StorageError
-from tests.support.command import Ran, ckpt_command, environment, on_terminal
+from tests.support.command import Ran, ckpt_command, ckpt_process, environment
 
 # How each command is called with a path; those without any come with the reason.
 CALLS: dict[str, tuple[str, ...]] = {
@@ -136,60 +139,91 @@ def test_a_store_that_cannot_be_reached(name: str, tmp_path: Path) -> None:
     assert "gs://bucket/run" in own[0]
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_place_that_may_not_be_read(name: str, root: Path, tmp_path: Path) -> None:
-    arguments = arguments_of(name, root, tmp_path)
-    if "FOREIGN" in CALLS[name]:
-        arguments[0] = str(root)
+# Runs commands one after the other, and says where the output of each ends.
+_ALL_IN_ONE = """
+import json, sys
+from ckpt.cli.app import run
+
+for arguments in json.loads(sys.argv[1]):
+    status = run(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        print(f"\\0{status}", file=stream, flush=True)
+"""
+
+
+def test_a_place_that_may_not_be_read(root: Path, tmp_path: Path) -> None:
+    calls = []
+    for name in CALLS:
+        arguments = arguments_of(name, root, tmp_path)
+        if "FOREIGN" in CALLS[name]:
+            arguments[0] = str(root)
+        calls.append([name, *arguments])
     root.chmod(0)
-    ran = as_user(name, *arguments)
+    ran = as_user("-c", _ALL_IN_ONE, json.dumps(calls))
     root.chmod(0o755)
-    check_refused(ran, 3, str(root))
+    outputs, errors = (text.split("\0") for text in (ran.out, ran.err))
+    assert len(outputs) == len(errors) == len(calls) + 1, ran.err
+    status = [int(text.splitlines()[0]) for text in errors[1:]]
+    for number in range(len(calls)):
+        error = errors[number].partition("\n")[2] if number else errors[0]
+        out = outputs[number].partition("\n")[2] if number else outputs[0]
+        check_refused(Ran(status[number], out, error), 3, str(root))
 
 
 def as_user(*arguments: str) -> Ran:
-    """Run `ckpt` as somebody to whom permissions apply, as they do not to root."""
+    """Run Python as somebody to whom permissions apply, as they do not to root."""
     powers = "-dac_override,-dac_read_search"
     prefix = ["setpriv", f"--bounding-set={powers}", f"--inh-caps={powers}"]
     if os.geteuid() == 0 and shutil.which("setpriv") is None:
         pytest.skip("root may read everything, and setpriv is not installed")
     ran = subprocess.run(
-        [*(prefix if os.geteuid() == 0 else []), sys.executable, "-m", "ckpt", *arguments],
+        [*(prefix if os.geteuid() == 0 else []), sys.executable, *arguments],
         capture_output=True,
         text=True,
         env=environment(),
-        timeout=60,
+        timeout=120,
         check=False,
     )
     return Ran(ran.returncode, ran.stdout, ran.stderr)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_reader_that_goes_away(name: str, root: Path, tmp_path: Path) -> None:
+def test_a_reader_that_goes_away(
+    name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = arguments_of(name, root, tmp_path)
     reader, writer = os.pipe()
     os.close(reader)
-    ran = subprocess.run(
-        [sys.executable, "-m", "ckpt", name, *arguments],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        timeout=60,
-        check=False,
-    )
-    os.close(writer)
-    assert (ran.returncode, ran.stderr) == (141, "")
+    err = io.StringIO()
+    with open(writer, "w") as out, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        patch.setattr(sys, "stderr", err)
+        status = run([name, *arguments])
+    assert (status, err.getvalue()) == (141, "")
+
+
+class Terminal(io.TextIOWrapper):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_terminal_that_is_narrow_and_knows_no_unicode(
-    name: str, root: Path, tmp_path: Path
+    name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = arguments_of(name, root, tmp_path)
-    status, shown = on_terminal(name, *arguments, columns=20, PYTHONIOENCODING="ascii")
-    assert status == 0
-    assert shown.isascii()
+    screen = io.BytesIO()
+    with monkeypatch.context() as patch:
+        terminals = [Terminal(screen, "ascii", write_through=True) for _ in range(2)]
+        patch.setattr(sys, "stdout", terminals[0])
+        patch.setattr(sys, "stderr", terminals[1])
+        patch.setenv("COLUMNS", "20")
+        patch.setenv("TERM", "xterm-256color")
+        status = run([name, *arguments])
+    shown = screen.getvalue().decode("ascii")
+    assert status == 0, shown
     assert "Traceback" not in shown
 
 
@@ -215,19 +249,21 @@ def test_a_command_that_there_is_not_leads_to_the_right_one() -> None:
     assert ckpt_command("--version").out.startswith("ckpt ")
 
 
-def test_of_several_errors_the_first_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_errors_the_first_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         inner = [StorageError("cannot list /proc/1", errno=13), ValueError("another")]
         raise ExceptionGroup("outer", [ExceptionGroup("inner", inner)])
 
     monkeypatch.setattr("ckpt.cli.commands.doctor.disk", fail)
-    check_refused(ckpt_command("doctor", "/proc"), 3, "ckpt: cannot list /proc/1")
+    check_refused(ckpt_command("doctor", tmp_path), 3, "ckpt: cannot list /proc/1")
 
 
 def test_without_its_libraries_the_command_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "click.py").write_text("raise ModuleNotFoundError('no', name='click')\n")
     extra = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    ran = ckpt_command("ls", tmp_path, **extra)
+    ran = ckpt_process("ls", tmp_path, **extra)
     check_refused(ran, 2, "click", "pip install 'ckpt-jax[cli]'")
 
 

@@ -9,13 +9,15 @@ from pathlib import Path
 import anyio
 import click
 
-from ckpt._inspection.disk import disk
+from ckpt._inspection.disk import disk, file_system_of
 from ckpt._inspection.machine import Diagnosis, Finding, diagnosis, limits, software
 from ckpt.cli import exit_status, options
 from ckpt.cli.output import count_text, printable, show, table
 from ckpt.errors import CheckpointError, InvalidArgumentError
 from ckpt.storage._resolve import local_path, open_root
 
+# Views of the kernel, which hold no files of programs.
+_KERNEL = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "securityfs", "debugfs")
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
@@ -47,6 +49,9 @@ def _place(path: str) -> list[Finding]:
         directory = directory.parent
     if not os.path.isdir(directory):
         raise InvalidArgumentError(f"{path}: {directory} is a file, so no steps can be there")
+    kind = file_system_of(directory)
+    if kind in _KERNEL:
+        raise InvalidArgumentError(f"{path}: no files can be made in {directory}, which is {kind}")
     found = []
     if directory != local:
         shown = f"does not exist; {directory} was checked"

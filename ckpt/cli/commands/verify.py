@@ -91,10 +91,11 @@ def verify(
     if sample is not None and seed is None:
         seed = random.randrange(_MOST_SEEDS)
     found = _verified(path, not shallow, sample, seed, timeout, as_json)
+    record = _record(found, not shallow, None if sample is None else seed)
     if as_json:
-        show_json(_record(found, not shallow, None if sample is None else seed))
+        show_json(record)
     else:
-        show_lines(_summary(found, None if sample is None else seed))
+        show_lines(_summary(found, record))
     return exit_status.OK if found.ok else exit_status.FOUND
 
 
@@ -128,7 +129,7 @@ def _lines(report: VerifyReport) -> Iterator[str]:
     yield from map(printable, rest)
 
 
-def _summary(found: Verification, seed: int | None) -> Iterator[str]:
+def _summary(found: Verification, record: _Verified) -> Iterator[str]:
     for each in found.skipped:
         yield f"step {each.step} was not verified: {printable(each.reason)}"
     if found.is_root:
@@ -138,28 +139,21 @@ def _summary(found: Verification, seed: int | None) -> Iterator[str]:
         verdict = "nothing is wrong" + (" in what was read" if is_partial else "")
         if damaged:
             verdict = f"{damaged} damaged"
-        text = f"{steps}, {verdict} ({_part(found)})" if found.reports else steps
+        text = f"{steps}, {verdict} ({_part(record)})" if found.reports else steps
         yield click.style(f"{printable(found.path)}: {text}", dim=not damaged)
-    if seed is not None:
-        yield click.style(f"the same files again: --seed {seed}", dim=True)
+    if record.seed is not None:
+        yield click.style(f"the same files again: --seed {record.seed}", dim=True)
 
 
-def _part(found: Verification) -> str:
-    reports = found.reports
-    files, unread = (
-        sum(report.files for report in reports),
-        sum(report.unread_files for report in reports),
-    )
-    nbytes = sum(report.nbytes for report in reports)
-    if not reports[0].deep:
-        return f"{count_text(files, 'file')}, names and sizes only"
-    if not unread:
-        return f"{count_text(files, 'file')}, {format_bytes(nbytes)} read"
-    total = nbytes + sum(report.unread_nbytes for report in reports)
-    return (
-        f"{files - unread:,} of {count_text(files, 'file')} read, "
-        f"{format_bytes(nbytes)} of {format_bytes(total)}"
-    )
+def _part(record: _Verified) -> str:
+    files = count_text(record.files, "file")
+    if not record.deep:
+        return f"{files}, names and sizes only"
+    if not record.unread_files:
+        return f"{files}, {format_bytes(record.nbytes)} read"
+    total = format_bytes(record.nbytes + record.unread_nbytes)
+    read = f"{record.files - record.unread_files:,} of {files} read"
+    return f"{read}, {format_bytes(record.nbytes)} of {total}"
 
 
 def _record(found: Verification, deep: bool, seed: int | None) -> _Verified:
