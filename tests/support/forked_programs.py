@@ -24,10 +24,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-__all__ = ["Forked", "fork", "program"]
+__all__ = ["Forked", "fork", "program", "run"]
 
 _LARGEST_REQUEST = 1 << 20
 _PATIENCE_S = 120.0
@@ -45,9 +48,10 @@ _LOCK = threading.Lock()
 class Forked:
     """A child; what of `subprocess.Popen` is needed."""
 
-    def __init__(self, stdin: TextIO, stdout: TextIO, report: Any) -> None:
+    def __init__(self, stdin: TextIO, stdout: TextIO, stderr: TextIO | None, report: Any) -> None:
         self.stdin = stdin
         self.stdout = stdout
+        self.stderr = stderr
         self.returncode: Any = None
         self._report = report
         self.pid = self._line(_PATIENCE_S) or 0
@@ -68,6 +72,8 @@ class Forked:
 
     def __exit__(self, *_: object) -> None:
         self.stdout.close()
+        if self.stderr is not None:
+            self.stderr.close()
         with contextlib.suppress(BrokenPipeError):
             self.stdin.close()
         self.wait()
@@ -94,31 +100,97 @@ class Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def communicate(self, timeout: float = _PATIENCE_S) -> tuple[str, str]:
+        """Close its input, and return the rest of its output and errors when it has ended."""
+        deadline = time.monotonic() + timeout
+        with contextlib.suppress(BrokenPipeError):
+            self.stdin.close()
+        found = ["", ""]
 
-def program(script: str | Path, *args: object) -> Forked:
-    """Start a script that is no part of a job, in this environment; errors go where ours do."""
-    return fork(0, [str(script), *map(str, args)], 2, dict(os.environ))
+        def read(number: int, stream: TextIO) -> None:
+            found[number] = stream.read()
+            stream.close()
+
+        readers = [
+            threading.Thread(target=read, args=each, daemon=True)
+            for each in enumerate((self.stdout, self.stderr))
+            if each[1] is not None and not each[1].closed
+        ]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(max(deadline - time.monotonic(), 0))
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(f"child {self.pid}", timeout)
+        self.wait(max(deadline - time.monotonic(), 0))
+        return found[0], found[1]
 
 
-def fork(number: int, argv: list[str], errors: int, env: dict[str, str]) -> Forked:
+def program(
+    script: str | Path,
+    *args: object,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    errors: int | None = 2,
+) -> Forked:
+    """Start a script that is no part of a job; "-c" and its code are one, too.
+
+    The environment and the folder are ours unless they are given; errors go to the file `errors`,
+    or to a pipe.
+    """
+    return fork(0, [str(script), *map(str, args)], errors, dict(env or os.environ), cwd)
+
+
+def run(
+    *what: object,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout: float = _PATIENCE_S,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end, as `program` starts it; it is killed when it takes too long."""
+    with program(*map(str, what), env=env, cwd=cwd, errors=None) as child:
+        try:
+            out, errors = child.communicate(timeout)
+        finally:
+            child.kill()
+        return subprocess.CompletedProcess([*map(str, what)], child.returncode, out, errors)
+
+
+def fork(
+    number: int,
+    argv: list[str],
+    errors: int | None,
+    env: dict[str, str],
+    cwd: Path | None = None,
+) -> Forked:
     """Start a script with its arguments, in this environment; `number` chooses a nursery.
 
-    Its standard input and output are pipes, its errors go to the file `errors`.
+    Its standard input and output are pipes, its errors go to the file `errors`, or to a pipe.
     """
     with _LOCK:
         control = _nurseries()[number % 2]
         child_in, to_child = os.pipe()
         from_child, child_out = os.pipe()
         report, keeper = os.pipe()
+        ours = [child_in, child_out, keeper]
+        from_errors = None
+        if errors is None:
+            from_errors, errors = os.pipe()
+            ours.append(errors)
         given = [child_in, child_out, errors, keeper]
-        request = json.dumps([argv, env, os.getcwd()]).encode()
+        request = json.dumps([argv, env, str(cwd or os.getcwd())]).encode()
         try:
             control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LARGEST_REQUEST)
             socket.send_fds(control, [request], given)
         finally:
-            for each in (child_in, child_out, keeper):
+            for each in ours:
                 os.close(each)
-        return Forked(open(to_child, "w"), open(from_child), open(report, "rb", buffering=0))
+        return Forked(
+            open(to_child, "w"),
+            open(from_child),
+            None if from_errors is None else open(from_errors),
+            open(report, "rb", buffering=0),
+        )
 
 
 @functools.cache
@@ -197,6 +269,8 @@ def _keep(argv: list[str], env: dict[str, str], cwd: str, given: list[int]) -> N
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    for action in filter(None, env.get("PYTHONWARNINGS", "").split(",")):
+        warnings.simplefilter(action)  # type: ignore[arg-type]
     sys.argv = [__file__, *argv]
 
 

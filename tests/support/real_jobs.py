@@ -359,14 +359,15 @@ def die_with_parent() -> None:
 
 
 def run_child() -> None:
-    """Join the job, and run the script."""
-    import runpy
+    """Join the job, and run the script, or the code after "-c"."""
+    import types
 
     # A test that is killed takes its children with it.
     die_with_parent()
     settings = json.loads(os.environ.pop(_SETTINGS, '{"distributed": false}'))
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
+    del sys.argv[0]
+    script = sys.argv[0]
+    code = sys.argv.pop(1) if script == "-c" else Path(script).read_bytes()
     sys.path.insert(0, str(Path(script).parent))
     if settings["distributed"]:
         import jax
@@ -385,7 +386,10 @@ def run_child() -> None:
         )
         # Waits for all, so that from here on each can be killed without holding up another's start.
         jax.devices()
-    runpy.run_path(script, run_name="__main__")
+    # It is the main module until the very end, as in a Python of its own.
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = script
+    exec(compile(code, script, "exec"), vars(main))
 
 
 if __name__ == "__main__":

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import ckpt
 import ckpt.sync
 from ckpt.testing.compare import differences
 from tests.support.command import environment
+from tests.support.forked_programs import program
 from tests.support.numbered_states import state_of
 from tests.support.paths import ROOT
 
@@ -28,21 +26,12 @@ class Trainer:
 
     def __init__(self, root: Path, memory: Path, *arguments: object) -> None:
         self.root = root
-        self.process = subprocess.Popen(
-            [sys.executable, PROGRAM, root, memory, *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment({"PYTHONPATH": str(ROOT)}),
-        )
+        self.process = program(PROGRAM, root, memory, *arguments, env=environment({}), errors=None)
 
     def lines(self, *, until: str) -> list[str]:
         """Return what it prints, up to a line."""
-        out: IO[str] | None = self.process.stdout
-        assert out is not None
         found = []
-        for line in out:
+        for line in self.process.stdout:
             found.append(line.strip())
             if found[-1] == until:
                 return found

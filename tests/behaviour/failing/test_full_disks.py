@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ import ckpt.sync
 from ckpt.errors import StorageError
 from tests.support.command import environment
 from tests.support.conditions import until
-from tests.support.paths import PROGRAMS, ROOT
+from tests.support.forked_programs import run
+from tests.support.paths import PROGRAMS
 from tests.support.power import small_memory_disk
 from tests.support.real_jobs import run_processes
 
@@ -117,14 +117,7 @@ def test_so_do_saves_without_a_manager(disk: Path, caplog: pytest.LogCaptureFixt
 
 
 def trained(root: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, PROGRAMS / "train_on_small_disk.py", root, *map(str, arguments)],
-        env=environment({"PYTHONPATH": str(ROOT)}),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return run(PROGRAMS / "train_on_small_disk.py", root, *arguments, env=environment({}))
 
 
 def test_a_program_without_logging_hears_of_a_quota(tmp_path: Path) -> None:

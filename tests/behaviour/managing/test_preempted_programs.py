@@ -7,8 +7,6 @@ import dataclasses
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ import pytest
 import ckpt
 import ckpt.sync
 from tests.reliability.kills import attempts
+from tests.support.forked_programs import Forked, program
 from tests.support.paths import PROGRAMS
 
 # Programs are started here, which takes its time on a machine that does other things.
@@ -56,11 +55,9 @@ class End:
 
 
 @contextlib.contextmanager
-def started(scenario: str, root: Path, *rest: object) -> Iterator[subprocess.Popen[str]]:
+def started(scenario: str, root: Path, *rest: object) -> Iterator[Forked]:
     """A program, that is ended whatever happens."""
-    pipe = subprocess.PIPE
-    command = [sys.executable, PROGRAM, scenario, str(root), *map(str, rest)]
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as child:
+    with program(PROGRAM, scenario, root, *rest, errors=None) as child:
         # A program that hangs would never end a line.
         watchdog = threading.Timer(PATIENCE_S, child.kill)
         watchdog.start()
@@ -71,15 +68,14 @@ def started(scenario: str, root: Path, *rest: object) -> Iterator[subprocess.Pop
             child.kill()
 
 
-def expect(child: subprocess.Popen[str], line: str) -> None:
-    assert child.stdout is not None
+def expect(child: Forked, line: str) -> None:
     found = child.stdout.readline()
     if found != f"{line}\n":
         child.kill()
         raise AssertionError((found, child.communicate(timeout=PATIENCE_S)))
 
 
-def ended(child: subprocess.Popen[str], root: Path) -> End:
+def ended(child: Forked, root: Path) -> End:
     out, errors = child.communicate(timeout=PATIENCE_S)
     return End(root, child.returncode, [_parsed(line) for line in out.splitlines()], errors)
 

@@ -32,6 +32,7 @@ from tests.behaviour.managing.watched_roots import (
     save,
     state,
 )
+from tests.support.forked_programs import Forked
 
 
 def until_pinned(root: Path, *steps: int) -> None:
@@ -259,8 +260,7 @@ def test_a_caller_that_blocks_its_loop_keeps_its_pin(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def line_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
+def line_of(process: Forked) -> str:
     return process.stdout.readline().strip()
 
 
@@ -326,7 +326,6 @@ def test_a_program_that_ends_or_is_interrupted_leaves_no_pin(tmp_path: Path) -> 
         assert first.wait(PATIENCE_S) == 0
         assert pinned(ends) == set()
         assert line_of(second) == "step 1"
-        assert second.stdin is not None
         second.stdin.write("\n")
         second.stdin.flush()
         until_pinned(waits)

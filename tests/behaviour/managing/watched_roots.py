@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import numpy as np
 
 import ckpt
 import ckpt.sync
+from tests.support.forked_programs import Forked, program
 from tests.support.paths import PROGRAMS
 
 PATIENCE_S = 120
@@ -51,16 +50,10 @@ def steps_of(root: Path, **how: Any) -> list[int | None]:
 
 
 @contextlib.contextmanager
-def child(name: str, *args: object) -> Iterator[subprocess.Popen[str]]:
+def child(name: str, *args: object) -> Iterator[Forked]:
     """Run a real trainer or evaluator."""
-    process = subprocess.Popen(
-        [sys.executable, PROGRAMS / f"{name}.py", *map(str, args)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    with program(PROGRAMS / f"{name}.py", *args) as process:
+        try:
+            yield process
+        finally:
+            process.kill()

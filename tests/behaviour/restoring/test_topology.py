@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,8 @@ import ckpt
 import ckpt.sync
 from ckpt.testing.compare import differences
 from tests.support.counted_reads import Reads
-from tests.support.paths import PROGRAMS, ROOT
+from tests.support.forked_programs import run
+from tests.support.paths import PROGRAMS
 from tests.support.trees import P, bits
 
 # Divide by every number of devices that is used; chunks and shards of others do not line up. A leaf
@@ -297,15 +296,9 @@ def test_one_array_at_many_places_is_read_once(tmp_path: Path, reads: Reads) -> 
 
 def elsewhere(what: str, root: Path, devices: int) -> Any:
     flags = f"--xla_force_host_platform_device_count={devices}"
-    run = subprocess.run(
-        [sys.executable, PROGRAMS / "load_elsewhere.py", what, root],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)},
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    ran = run(PROGRAMS / "load_elsewhere.py", what, root, env={**os.environ, "XLA_FLAGS": flags})
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
 
 
 @pytest.fixture(scope="module")

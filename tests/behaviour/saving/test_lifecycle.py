@@ -7,8 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +29,7 @@ from tests.behaviour.saving.odd_managers import (
     reached,
     run,
 )
+from tests.support.forked_programs import Forked, program
 from tests.support.odd_items import Odd
 from tests.support.paths import PROGRAMS
 from tests.support.trees import assert_same
@@ -79,11 +78,9 @@ SCRIPTS = {
 
 
 @contextlib.contextmanager
-def script(scenario: str, root: Path) -> Iterator[subprocess.Popen[str]]:
+def script(scenario: str, root: Path) -> Iterator[Forked]:
     """A script while it runs."""
-    command = [sys.executable, str(PROGRAMS / "end_scripts.py"), scenario, str(root)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as child:
+    with program(PROGRAMS / "end_scripts.py", scenario, root, errors=None) as child:
         try:
             yield child
         finally:
@@ -98,7 +95,6 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
     def go(scenario: str) -> tuple[Path, int, float, str]:
         root = base / scenario
         with script(scenario, root) as child:
-            assert child.stdout is not None
             line = child.stdout.readline()
             at_end = time.monotonic()
             rest, errors = child.communicate(timeout=PATIENCE_S)
@@ -435,31 +431,21 @@ def test_a_caller_that_blocks_its_loop_does_not_stall_a_commit(tmp_path: Path) -
 
 def test_of_two_processes_that_save_the_same_steps_one_wins_each(tmp_path: Path) -> None:
     rounds = 15
-    pipe = subprocess.PIPE
     with contextlib.ExitStack() as stack:
         racers = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, str(PROGRAMS / "race_saves.py"), str(tmp_path), name],
-                    stdin=pipe,
-                    stdout=pipe,
-                    text=True,
-                )
-            )
+            stack.enter_context(program(PROGRAMS / "race_saves.py", tmp_path, name))
             for name in ("one", "two")
         ]
         lines = [(racer.stdin, racer.stdout) for racer in racers]
-        assert all(out and out.readline() == "ready\n" for _, out in lines)
+        assert all(out.readline() == "ready\n" for _, out in lines)
         winners = []
         for step in range(rounds):
             for into, _ in lines:
                 print(step, file=into, flush=True)
-            said = [out.readline().strip() if out else "" for _, out in lines]
+            said = [out.readline().strip() for _, out in lines]
             assert sorted(said) == ["taken", "won"], f"step {step}: {said}"
             winners.append(("one", "two")[said.index("won")])
         for into, out in lines:
-            assert into is not None
-            assert out is not None
             into.close()
             assert json.loads(out.readline()) == list(range(rounds))
     assert [racer.returncode for racer in racers] == [0, 0]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ import pytest
 
 import ckpt.sync
 from tests.reliability.kills import attempts
+from tests.support.forked_programs import program
 from tests.support.gated_item import Gate, GateHandler
 from tests.support.paths import PROGRAMS
 from tests.support.still_thread import wait_until_main_is_still
@@ -66,11 +65,8 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
 
     def go(scenario: str) -> End:
         root = base / scenario
-        pipe = subprocess.PIPE
-        command = [sys.executable, PROGRAM, scenario, str(root)]
-        with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as child:
+        with program(PROGRAM, scenario, root, errors=None) as child:
             try:
-                assert child.stdout is not None
                 assert child.stdout.readline() == "reached\n"
                 child.send_signal(STOPS[scenario].signal)
                 sent = time.monotonic()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ import pytest
 
 import ckpt
 import ckpt.sync
+from tests.support.forked_programs import run
 from tests.support.numbered_states import state_of
 from tests.support.paths import PROGRAMS
 from tests.support.trees import assert_same
@@ -102,9 +102,7 @@ print("done")
 
 
 def test_in_a_plain_script(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+    ran = run("-c", SCRIPT, cwd=tmp_path)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "done\n", "")
 
 
@@ -219,12 +217,7 @@ def test_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_blocking_call_on_the_library_s_own_thread_is_refused(tmp_path: Path) -> None:
     """In a child, which can be killed where it does wait for ever."""
-    ran = subprocess.run(
-        [sys.executable, SCRIPTS, "blocks_the_library", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    ran = run(SCRIPTS, "blocks_the_library", tmp_path)
     assert ran.returncode == 0, ran.stderr
     lines = [json.loads(line) for line in ran.stdout.splitlines()[:-1]]
     found = {call: (error, text) for call, error, text in lines}

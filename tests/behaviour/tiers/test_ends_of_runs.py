@@ -6,8 +6,6 @@ import contextlib
 import os
 import queue
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +20,8 @@ from ckpt._steps.saves import queue as queue_of_saves
 from ckpt.errors import NotInRootError
 from ckpt.tiers import SharedMemory, Tier
 from tests.support.command import environment
+from tests.support.forked_programs import run
 from tests.support.numbered_states import state_of
-from tests.support.paths import ROOT
 from tests.support.snapshots import PATIENCE_S, shared_memory, steps_of
 
 
@@ -266,12 +264,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_the_next_run_tidies_what_a_killed_one_has_left(tmp_path: Path) -> None:
     """Its agent has copied all, and knows no policy."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, tmp_path / "disk", tmp_path / "root"],
-        env=environment({"PYTHONPATH": str(ROOT)}),
-        capture_output=True,
-        timeout=PATIENCE_S,
-    )
+    done = run("-c", SCRIPT, tmp_path / "disk", tmp_path / "root", env=environment({}))
     assert done.returncode == -signal.SIGKILL
     assert there(tmp_path, at="root")[-1] == 7
     with manager(tmp_path, {}) as mgr:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from ckpt.testing.compare import differences
 from ckpt.tiers import SharedMemory, Tier
 from tests.support.command import environment
 from tests.support.conditions import until
+from tests.support.forked_programs import run
 from tests.support.numbered_states import state_of
-from tests.support.paths import ROOT
 from tests.support.snapshots import PATIENCE_S, shared_memory, steps_of
 
 
@@ -219,14 +218,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+def trained(script: str, top: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a trainer, and what its agent has to copy then, to the end."""
+    return run("-c", script, top / "disk", top / "root", *arguments, env=environment({}))
+
+
 def test_steps_are_copied_on_when_the_trainer_is_killed(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, tmp_path / "disk", tmp_path / "root", "3", "1e9"],
-        env=environment({"PYTHONPATH": str(ROOT)}),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    done = trained(SCRIPT, tmp_path, 3, 1e9)
     assert done.returncode == -signal.SIGKILL
     assert "ack 2" in done.stdout
     assert steps_of(tmp_path / "root") == [0, 1, 2]
@@ -237,11 +235,7 @@ def test_the_next_run_goes_on_with_what_waits(tmp_path: Path) -> None:
     # 7.5 MiB a step: none of them arrives.
     end = "os.kill(os.getpid(), signal.SIGKILL)"
     script = SCRIPT.replace(end, f"os.kill(mgr._service._agent._process.pid, 9)\n{end}")
-    subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "disk", tmp_path / "root", "2", "1e5"],
-        env=environment({"PYTHONPATH": str(ROOT)}),
-        timeout=PATIENCE_S,
-    )
+    trained(script, tmp_path, 2, 1e5)
     assert steps_of(tmp_path / "root") == []
     assert steps_of(tmp_path / "disk") == [0, 1]
     with manager(tmp_path) as mgr:
@@ -317,13 +311,7 @@ def test_a_step_that_cannot_be_copied_is_heard_after_the_trainer(tmp_path: Path)
     with ckpt.sync.CheckpointManager(tmp_path / "root") as other:
         other.save(1, state_of(7)).result()
     script = SCRIPT.replace("latest = mgr.latest_step()", "latest = 0")
-    done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "disk", tmp_path / "root", "1", "1e5"],
-        env=environment({"PYTHONPATH": str(ROOT)}),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    done = trained(script, tmp_path, 1, 1e5)
     assert "step 1 was NOT copied on: " in done.stderr
     assert done.stderr.count("copied") == 1
 

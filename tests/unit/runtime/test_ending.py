@@ -12,6 +12,7 @@ import pytest
 
 import ckpt.sync
 from ckpt.errors import ClosedError
+from tests.support.forked_programs import run
 from tests.support.paths import PROGRAMS
 
 LATE = "ClosedError: the main thread of the program has ended, and managers with it. Keep it until"
@@ -32,14 +33,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     base = tmp_path_factory.mktemp("late")
 
     def go(use: str) -> str:
-        run = subprocess.run(
-            [sys.executable, PROGRAMS / "use_after_main.py", use, base / use],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert (run.returncode, run.stderr) == (0, "")
-        return run.stdout
+        ran = run(PROGRAMS / "use_after_main.py", use, base / use)
+        assert (ran.returncode, ran.stderr) == (0, "")
+        return ran.stdout
 
     with ThreadPoolExecutor(2) as two:
         return dict(zip(USES, two.map(go, USES), strict=True))
@@ -66,12 +62,12 @@ def test_a_thread_that_python_refuses_at_the_end_is_told_so(
 def test_a_save_that_goes_on_at_the_end_of_the_program_imports_nothing(tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
         mgr.save(1, {"w": 1.0})
-    run = subprocess.run(
+    ran = subprocess.run(
         [sys.executable, PROGRAMS / "save_while_ending.py", tmp_path],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert (run.returncode, run.stderr, run.stdout) == (0, "", "[]\n")
+    assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", "[]\n")
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
         assert mgr.all_steps() == [2]
