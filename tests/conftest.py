@@ -19,6 +19,8 @@ _DEVICES = "--xla_force_host_platform_device_count=8"
 if _DEVICES not in os.environ.get("XLA_FLAGS", "").split():
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Programs here run once: half of their time would go into compiling them well.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 from hypothesis import settings  # noqa: E402
 
