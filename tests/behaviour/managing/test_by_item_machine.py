@@ -180,5 +180,5 @@ class ByItemMachine(RuleBasedStateMachine):
         self.stack.close()
 
 
-ByItemMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=14, deadline=None)
+ByItemMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=14, deadline=None)
 TestByItem = ByItemMachine.TestCase
