@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import nox
@@ -67,14 +68,15 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def slow(session: nox.Session) -> None:
     """Run the slow tests: example programs; kills, power cuts and damage in large numbers."""
-    run_tests(session, "slow")
+    # Kills and power cuts are tried on a disk.
+    run_tests(session, "slow", {"TMPDIR": tempfile.gettempdir()})
 
 
-def run_tests(session: nox.Session, marks: str) -> None:
+def run_tests(session: nox.Session, marks: str, env: dict[str, str | None] | None = None) -> None:
     """Runs the tests with these marks in two processes."""
     session.install("-e", ".", *group("test"))
     options = (*WORKERS, "-m", marks, *session.posargs)
-    session.run("python", "-m", "pytest", *options, env=hermetic_env(session))
+    session.run("python", "-m", "pytest", *options, env=hermetic_env(session) | (env or {}))
 
 
 @nox.session

@@ -1,10 +1,14 @@
-"""What has to be set before jax is imported, and the profiles of Hypothesis."""
+"""What has to be set before jax is imported, where tests write, and the profiles of Hypothesis."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 # A shell that starts the tests in the background has interrupts ignored, and every process of a
 # test inherits that: Python then does not raise KeyboardInterrupt.
@@ -22,6 +26,18 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # Programs here run once: half of their time would go into compiling them well.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
+# Tests sync files a hundred thousand times, and a disk makes each of them wait. So they write to
+# memory, unless TMPDIR is set.
+DISK = os.environ.setdefault("CKPT_TEST_DISK", tempfile.gettempdir())
+MEMORY = "/dev/shm"
+if (
+    "TMPDIR" not in os.environ
+    and os.access(MEMORY, os.W_OK)
+    and shutil.disk_usage(MEMORY).free >= 8 << 30
+):
+    os.environ["TMPDIR"] = tempfile.tempdir = MEMORY
+
+import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from tests.support.paths import let_programs_import_tests  # noqa: E402
@@ -31,3 +47,13 @@ let_programs_import_tests()
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile("thorough", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A folder of this test; it is on a disk if the test has the mark `disk`."""
+    if request.node.get_closest_marker("disk") is None:
+        yield tmp_path
+    else:
+        with tempfile.TemporaryDirectory(dir=DISK, prefix="ckpt-test-") as folder:
+            yield Path(folder)

@@ -107,6 +107,7 @@ def test_steps_are_moved_to_a_trash_folder_whole(tmp_path: Path, absolute: bool)
     assert ckpt.sync.verify(folder / "2")
 
 
+@pytest.mark.disk
 def test_a_trash_that_cannot_be_renamed_into_is_refused_by_the_first_save(tmp_path: Path) -> None:
     if not os.path.isdir("/dev/shm") or os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
         pytest.skip("there is no second file system")

@@ -19,6 +19,8 @@ import ckpt.sync
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, StorageError
 from ckpt.storage import Local
 
+pytestmark = pytest.mark.disk
+
 IOS = ["direct", "tensorstore"]
 MIB = 1 << 20
 

@@ -39,6 +39,8 @@ from tests.unit.storage.blocks_on_disk import (
     warm,
 )
 
+pytestmark = pytest.mark.disk
+
 SIZES = [
     *(0, 1, 63, 64, 4095, 4096, 4097),
     *(MIB - 4096, MIB - 1, MIB, MIB + 1, MIB + 512, MIB + 4095, MIB + 4096, MIB + 4097),

@@ -27,6 +27,8 @@ from tests.unit.storage.blocks_on_disk import (
     warm,
 )
 
+pytestmark = pytest.mark.disk
+
 
 def cached_bytes(path: Path) -> int:
     """Return how much of a file can be read without asking the device; afterwards none can.

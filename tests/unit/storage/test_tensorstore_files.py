@@ -14,6 +14,8 @@ import pytest
 
 from ckpt.storage._local import data_files, tensorstore_files
 
+pytestmark = pytest.mark.disk
+
 PIECE = 4 << 20
 # Prints the KiB of memory that writing a block of 64 MiB takes beside the block.
 WRITE = """

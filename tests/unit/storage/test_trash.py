@@ -67,6 +67,7 @@ def test_no_folder_is_made_for_a_step_that_is_not_there(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.disk
 def test_a_folder_of_another_file_system_is_named_and_the_step_stays(tmp_path: Path) -> None:
     if not os.path.isdir("/dev/shm") or os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
         pytest.skip("there is no second file system")
