@@ -84,7 +84,7 @@ class Removal(Struct, frozen=True):
     done: bool
 
 
-class TrashedStep(Struct, frozen=True):
+class TrashRow(Struct, frozen=True):
     """A step in the trash.
 
     Attributes:
@@ -223,7 +223,7 @@ def _single(location: str) -> InvalidArgumentError:
 
 async def trashed_steps(
     path: str, trash: str | None, *, older_than: float | None = None, dry_run: bool = False
-) -> list[TrashedStep]:
+) -> list[TrashRow]:
     """Return the steps in the trash of a root, by step and then by time of deletion.
 
     Args:
@@ -247,7 +247,7 @@ async def trashed_steps(
         goes = older_than is not None and age >= older_than
         nbytes, _ = _size_and_age(each.path)
         removed = goes and not dry_run
-        listed.append(TrashedStep(each.step, each.deleted, age, each.path, nbytes, goes, removed))
+        listed.append(TrashRow(each.step, each.deleted, age, each.path, nbytes, goes, removed))
     if older_than is not None and any(each.removed for each in listed):
         await root.storage.prepare()
         await found.empty(older_than)

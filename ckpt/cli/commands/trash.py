@@ -8,7 +8,7 @@ from functools import partial
 import anyio
 import click
 
-from ckpt._inspection.removals import TrashedStep, trashed_steps, undelete_step
+from ckpt._inspection.removals import TrashRow, trashed_steps, undelete_step
 from ckpt._tree.table import format_bytes
 from ckpt.cli import options
 from ckpt.cli.output import Duration, age_text, printable, show, table
@@ -48,7 +48,7 @@ def trash(
     show({"step": step, "path": path}, lambda _: [text], as_json=as_json)
 
 
-def _view(trashed: list[TrashedStep]) -> Iterator[str]:
+def _view(trashed: list[TrashRow]) -> Iterator[str]:
     if not trashed:
         yield "the trash is empty"
         return

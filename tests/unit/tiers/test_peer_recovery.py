@@ -1,10 +1,10 @@
-"""What a job makes of the parts that its hosts have, whatever they are, and proofs of a key."""
+"""What a job makes of the parts that its hosts have, whatever they are."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import assume, example, given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckpt._tiers.peers.parts import (
@@ -15,7 +15,6 @@ from ckpt._tiers.peers.parts import (
     recovery_of,
     why_not,
 )
-from ckpt._tiers.peers.wire import is_proof, new_key, new_nonce, proof_of
 
 Key = tuple[int, str]
 
@@ -173,35 +172,3 @@ def test_a_job_says_why_it_cannot_hold_copies(processes: list[tuple[str, bool, s
         assert "PeerCopies(address=...)" in why
     else:
         assert why == ""
-
-
-texts = st.text(max_size=80)
-
-
-@given(texts, texts)
-def test_a_proof_holds_for_its_own_numbers_and_role_alone(mine: str, yours: str) -> None:
-    key = new_key()
-    proof = proof_of(key, "server", mine, yours)
-    assert is_proof(proof, key, "server", mine, yours)
-    assert not is_proof(proof, key, "client", mine, yours)
-    assert not is_proof(proof, new_key(), "server", mine, yours)
-    assert not is_proof(proof, key, "server", mine, yours + "0")
-    assert not is_proof(proof, key, "server", new_nonce(), yours)
-    if mine != yours:
-        assert not is_proof(proof, key, "server", yours, mine)
-
-
-@given(texts, texts, texts)
-def test_whatever_is_given_as_a_proof_is_compared(given_one: str, mine: str, yours: str) -> None:
-    key = new_key()
-    wanted = proof_of(key, "client", mine, yours)
-    assert is_proof(given_one, key, "client", mine, yours) is (given_one == wanted)
-
-
-@given(texts, texts, texts, texts)
-@example("1\x002", "3", "1", "2\x003")
-def test_numbers_cannot_be_cut_anew(a: str, b: str, c: str, d: str) -> None:
-    """Numbers of the other side are any text: together they must not look like other ones."""
-    assume((a, b) != (c, d))
-    key = "ef" * 32
-    assert proof_of(key, "client", a, b) != proof_of(key, "client", c, d)
