@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ckpt
-from tests.support.command import ckpt_command, environment
+from tests.support.command import ckpt_process, environment
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="nox -s page runs these tests")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -29,7 +29,7 @@ EVIL = "<img src=x onerror=document.title='hit'>"
 
 
 def state_of(step: int) -> dict[str, Any]:
-    layers = {f"layer_{n}": {"kernel": jnp.full((32, 32 * (n + 1)), step)} for n in range(6)}
+    layers = {f"layer_{n}": {"kernel": jnp.full((32, 32 * (n + 1)), float(step))} for n in range(6)}
     return {"params": layers, "same": jnp.zeros(8), "count": step, EVIL: 1}
 
 
@@ -132,7 +132,7 @@ def test_it_shows_what_is_deleted_next_and_what_is_being_saved(
     )
     subprocess.run([sys.executable, "-c", program], check=False, timeout=60, env=environment())
     file = tmp_path / "run.html"
-    assert ckpt_command("ui", root, "--export", file).status == 0
+    assert ckpt_process("ui", root, "--export", file).status == 0
     opened = Opened(browser, file.as_uri())
     assert "Step 30 was left unfinished by a dead writer" in opened.text("#others")
     assert opened.wrong == []
@@ -177,7 +177,7 @@ def test_the_difference_of_two_steps(browser: Any, url: str) -> None:
 
 def exported(browser: Any, root: Path, tmp_path: Path) -> Opened:
     file = tmp_path / "run.html"
-    assert ckpt_command("ui", root, "--export", file).status == 0
+    assert ckpt_process("ui", root, "--export", file).status == 0
     return Opened(browser, file.as_uri())
 
 
@@ -263,12 +263,55 @@ def test_a_run_without_vital_signs_has_no_norms(browser: Any, url: str) -> None:
 def test_norms_can_be_read_by_everybody(browser: Any, tmp_path: Path, width: int) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     root, file = signed_run(tmp_path / "run"), tmp_path / "run.html"
-    assert ckpt_command("ui", root, "--export", file).status == 0
+    assert ckpt_process("ui", root, "--export", file).status == 0
     opened = Opened(browser, file.as_uri(), viewport={"width": width, "height": 900})
     sync_api.expect(opened.page.locator("#norms-section")).to_be_visible()
     found = axe.Axe().run(opened.page)
     assert found.violations_count == 0, found.generate_report()
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_the_metric_of_the_policy_is_drawn_large_and_over_steps_to_scale(
+    browser: Any, tmp_path: Path, width: int
+) -> None:
+    steps, keep = (0, 10, 20, 100), ckpt.keep.Any(ckpt.keep.All(), ckpt.keep.Best(1, "loss", "min"))
+    with ckpt.sync.CheckpointManager(tmp_path / "run", keep=keep) as mgr:
+        for step in steps:
+            mgr.save(step, state_of(step), metrics={"accuracy": step, "loss": 1 / (step + 1)})
+    file = tmp_path / "run.html"
+    assert ckpt_process("ui", tmp_path / "run", "--export", file).status == 0
+    page = Opened(browser, file.as_uri(), viewport={"width": width, "height": 900}).page
+    assert page.get_by_label("Metric").input_value() == "loss"
+    assert page.locator("#steps-head th").all_inner_texts()[1:3] == ["loss", "accuracy"]
+    chart = page.locator("#chart").bounding_box()
+    dots = [each.bounding_box() for each in page.locator("#chart circle").all()]
+    places = [each["x"] + each["width"] / 2 for each in dots]
+    shares = [(place - places[0]) / (places[-1] - places[0]) for place in places]
+    assert shares == pytest.approx([step / steps[-1] for step in steps], abs=0.02)
+    line = max(each["y"] for each in dots) - min(each["y"] for each in dots)
+    ticks = [each.bounding_box() for each in page.locator("#chart rect.step").all()]
+    assert len(ticks) == len(steps)
+    assert line > 4 * max(each["height"] for each in ticks)
+    assert max(each["width"] for each in ticks) <= 5
+    assert chart["height"] >= 200
+    # Texts have one size, and none leaves the window or lies on another.
+    texts = [each.bounding_box() for each in page.locator("#chart text").all()]
+    assert all(each["height"] >= 10 for each in texts)
+    assert all(chart["x"] - 3 <= each["x"] <= chart["x"] + chart["width"] for each in texts)
+    labels = sorted(texts[2:], key=lambda each: each["x"])
+    ends = [each["x"] + each["width"] for each in labels[:-1]]
+    assert all(end < each["x"] for end, each in zip(ends, labels[1:], strict=True))
+    # What is said of the run has a line of its own where the window is narrow.
+    assert page.locator("#about").bounding_box()["width"] > 250
+    if PICTURES:
+        page.screenshot(path=str(Path(PICTURES, f"metric-{width}.png")), full_page=True)
+
+
+def test_a_click_in_the_chart_shows_the_step_there(browser: Any, url: str) -> None:
+    page = Opened(browser, url).page
+    page.locator("#chart rect.column").nth(1).click()
+    showing(page, "#step-title", "Step 20")
 
 
 def test_the_keyboard_is_enough(browser: Any, url: str) -> None:
@@ -320,18 +363,17 @@ def test_the_button_changes_between_dark_and_light(browser: Any, url: str) -> No
 
 def test_the_snippet_restores_the_step(browser: Any, url: str) -> None:
     opened = Opened(browser, url)
-    snippet = opened.text("#snippet").partition("# Onto other devices")[0]
     found: dict[str, Any] = {}
-    exec(snippet, found)
+    exec(opened.text("#snippet"), found)
     assert int(found["state"]["count"]) == 30
-    assert set(found["part"]) == {f"layer_{n}" for n in range(6)}
+    assert set(found["state"]["params"]) == set(found["part"]) == {f"layer_{n}" for n in range(6)}
 
 
 def test_an_exported_file_works_without_a_server(
     browser: Any, manager: Any, tmp_path: Path
 ) -> None:
     file = tmp_path / "run.html"
-    assert ckpt_command("ui", manager.directory, "--export", file, "--steps", "2").status == 0
+    assert ckpt_process("ui", manager.directory, "--export", file, "--steps", "2").status == 0
     opened = Opened(browser, file.as_uri())
     assert opened.text("#step-title") == "Step 30"
     assert "7 leaves differ" in opened.text("#diff-text")

@@ -16,7 +16,8 @@ async function showNorms() {
   const { steps, layers, total, unknown, unreadable, nonfinite } = norms.table;
   const known = layers.filter((layer) => layer.norms.some((norm) => norm !== null));
   byId("norms-section").hidden = !known.length;
-  const worst = known.find(isBad) || known[0];
+  // First the one that is worst; of those without a fault the one with the most arrays.
+  const worst = known.find(isBad) || known.reduce((most, each) => (most && most.leaves >= each.leaves ? most : each), null);
   const names = known.map((layer) => layer.name);
   const kept = byId("layer").value;
   options(byId("layer"), names, names.includes(kept) ? kept : worst && worst.name);
@@ -53,34 +54,18 @@ function showNormChart() {
   const layer = norms && norms.table.layers.find((each) => each.name === byId("layer").value);
   if (!layer) return;
   const { steps } = norms.table;
-  const [width, height, foot] = [1000, 150, 18];
-  const svg = byId("norms");
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  const slot = width / steps.length;
-  const points = layer.norms.map((norm, place) => [place, norm]).filter((point) => point[1] !== null);
-  const values = points.map((point) => point[1]);
-  const [low, high] = [Math.min(...values), Math.max(...values)];
-  const isLog = low > 0 && high / low > 50;
-  const scaled = isLog ? Math.log : (value) => value;
-  const span = scaled(high) - scaled(low);
-  const at = (value) => 10 + (height - foot - 22) * (span > 0 ? (scaled(high) - scaled(value)) / span : 0.5);
-  const middle = (place) => place * slot + slot / 2;
   // A gap in the line is a step without the layer, or without vital signs.
-  const line = points.map(([place, value], n) => `${n && points[n - 1][0] === place - 1 ? "L" : "M"}${middle(place)} ${at(value)}`);
-  const bad = steps.flatMap((step, place) => (layer.nonfinite[place] > 0
-    ? [make("rect", { class: "bad", x: middle(place) - 2, y: 4, width: 4, height: height - foot - 4 },
+  const points = steps.map((step, place) => [step, layer.norms[place]]);
+  const values = layer.norms.filter((norm) => norm !== null);
+  const isLog = Math.min(...values) > 0 && Math.max(...values) / Math.min(...values) > 50;
+  const marks = (x, height) => steps.flatMap((step, place) => (layer.nonfinite[place] > 0
+    ? [make("rect", { class: "bad", x: x(place) - 2, y: 4, width: 4, height: height - 24 },
       make("title", {}, `step ${step}: ${count(layer.nonfinite[place], "value")} not finite`))]
     : []));
-  const dots = points.map(([place, value]) => make("circle", { class: "dot", cx: middle(place), cy: at(value), r: 3 },
-    make("title", {}, `step ${steps[place]}: ${metric(value)}`)));
-  const every = Math.max(1, Math.ceil(steps.length / 12));
-  const labels = steps.flatMap((step, place) => (place % every
-    ? [] : [make("text", { x: middle(place), y: height - 4, "text-anchor": "middle" }, step)]));
-  const floor = make("line", { class: "axis", x1: 0, x2: width, y1: height - foot, y2: height - foot });
-  svg.replaceChildren(floor, ...bad, make("path", { class: "metric", d: line.join("") }), ...dots, ...labels);
+  const [low, high, found] = drawLine(byId("norms"), points, { marks, at: isLog ? Math.log : undefined });
   const marked = badSteps(layer);
   const text = [
-    `Norm of ${layer.name} in ${count(points.length, "step")}: ${metric(low)} to ${metric(high)}${isLog ? ", on a logarithmic scale" : ""}`,
+    `Norm of ${layer.name} in ${count(found, "step")}: ${metric(low)} to ${metric(high)}${isLog ? ", on a logarithmic scale" : ""}`,
     marked.length ? `red: ${count(marked.length, "step")} with values that are not finite, first step ${marked[0]}` : "",
   ].filter(Boolean);
   byId("norms-text").textContent = `${text.join("; ")}.`;

@@ -142,7 +142,11 @@ async function showRun() {
   document.title = `${run.listing.root} – ckpt`;
   byId("root").textContent = run.listing.root;
   showAbout();
-  const metrics = [...new Set(steps.flatMap((each) => Object.keys(each.metrics)))].sort();
+  // The metric by which the policy ranks steps comes first.
+  const ranked = (run.listing.keeps || "").split(", ").flatMap((rule) => rule.match(/^best (.*)$/)?.slice(1) || []);
+  const isRanked = (name) => ranked.includes(name);
+  const metrics = [...new Set(steps.flatMap((each) => Object.keys(each.metrics)))]
+    .sort().sort((a, b) => isRanked(b) - isRanked(a));
   options(byId("metric"), metrics, byId("metric").value);
   byId("metric").parentElement.hidden = !metrics.length;
   showOthers();
@@ -170,8 +174,8 @@ const goes = (each) => each.goes_next === true;
 
 function showSteps(metrics) {
   byId("steps-head").replaceChildren(
-    head("step", "number"), head("committed"), head("size", "number"),
-    ...metrics.map((name) => head(name, "number")), head("notes"),
+    head("step", "number"), ...metrics.map((name) => head(name, "number")), head("size", "number"),
+    head("committed"), head("notes"),
   );
   const rows = [...run.listing.steps].reverse().map((each) => {
     const notes = each.pins.length ? [`pinned: ${each.pins.join(", ")}`] : [];
@@ -183,58 +187,75 @@ function showSteps(metrics) {
     return make(
       "tr", { "aria-current": each.step === chosen ? "true" : null },
       make("td", { class: "number" }, button),
-      cell(each.committed ? each.committed.slice(0, 19).replace("T", " ") : "–"),
-      cell(size(each.stored_bytes), "number"),
       ...metrics.map((name) => cell(Object.hasOwn(each.metrics, name) ? metric(each.metrics[name]) : "", "number")),
+      cell(size(each.stored_bytes), "number"),
+      cell(each.committed ? each.committed.slice(0, 19).replace("T", " ") : "–"),
       cell(notes.join("; "), goes(each) ? "going" : ""),
     );
   });
   byId("steps").replaceChildren(...rows);
 }
 
-function showChart() {
-  const [width, height, foot] = [1000, 150, 18];
-  const steps = run.listing.steps;
-  const svg = byId("chart");
+// Draws numbers over steps, in pixels, so that texts have one size in every window. The axis of
+// steps is to scale. A point is [step, number or null]; a line has no part where a number is missing.
+function drawLine(svg, points, { foot = 20, at = (value) => value, marks = () => [] }) {
+  const [width, height, side] = [Math.max(svg.clientWidth, 240), 220, 28];
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  const largest = Math.max(1, ...steps.map((each) => each.stored_bytes || 0));
-  const slot = width / Math.max(steps.length, 1);
-  const bars = steps.map((each, place) => {
-    const tall = Math.max(2, ((height - foot - 12) * (each.stored_bytes || 0)) / largest);
-    const kind = goes(each) ? "going" : each.pins.length ? "pinned" : "step";
-    const bar = make("rect", {
-      class: `${kind}${each.step === chosen ? " chosen" : ""}`, x: place * slot + slot * 0.1,
-      y: height - foot - tall, width: Math.max(slot * 0.8, 0.5), height: tall,
-      click: () => choose(each.step),
-    });
-    bar.append(make("title", {}, `step ${each.step}: ${size(each.stored_bytes)}`));
-    return bar;
-  });
-  const name = byId("metric").value;
-  const points = steps
-    .map((each, place) => [place * slot + slot / 2, Object.hasOwn(each.metrics, name) ? each.metrics[name] : null])
-    .filter((each) => typeof each[1] === "number");
-  const [low, high] = [Math.min(...points.map((p) => p[1])), Math.max(...points.map((p) => p[1]))];
-  const at = (value) => 8 + (height - foot - 20) * (high > low ? (high - value) / (high - low) : 0.5);
-  const line = points.length
-    ? [
-        make("path", { class: "metric", d: points.map((p, n) => `${n ? "L" : "M"}${p[0]} ${at(p[1])}`).join("") }),
-        ...(points.length < 200 ? points.map((p) => make("circle", { class: "dot", cx: p[0], cy: at(p[1]), r: 3 })) : []),
-      ]
-    : [];
-  const every = Math.max(1, Math.ceil(steps.length / 12));
-  const labels = steps
-    .map((each, place) => [each, place])
-    .filter((pair) => pair[1] % every === 0)
-    .map(([each, place]) => make("text", { x: place * slot + slot / 2, y: height - 4, "text-anchor": "middle" }, String(each.step)));
+  svg.setAttribute("height", height);
+  const numbers = points.map((each) => Number(each[0]));
+  const [first, span] = [numbers[0], numbers.at(-1) - numbers[0]];
+  const x = (place) => (span > 0 ? side + ((width - 2 * side) * (numbers[place] - first)) / span : width / 2);
+  const values = points.map((each) => each[1]).filter((each) => each !== null);
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const share = (value) => (high > low ? (at(high) - at(value)) / (at(high) - at(low)) : 0.5);
+  const y = (value) => 18 + (height - foot - 36) * share(value);
+  const line = points.map(([, value], place) => (value === null ? ""
+    : `${place && points[place - 1][1] !== null ? "L" : "M"}${x(place)} ${y(value)}`));
+  const dots = points.flatMap(([step, value], place) => (value === null || points.length > 200 ? []
+    : [make("circle", { class: "dot", cx: x(place), cy: y(value), r: 3 }, make("title", {}, `step ${step}: ${metric(value)}`))]));
+  const limits = (values.length ? [...new Set([high, low])] : [])
+    .map((value) => make("text", { x: 0, y: y(value) - 6 }, metric(value)));
+  // The latest step is labelled, and before it each that has room.
+  const labels = [];
+  let free = Infinity;
+  for (let place = points.length - 1; place >= 0; place -= 1) {
+    const room = 4 * points[place][0].length + 8;
+    const middle = Math.min(Math.max(x(place), room - 8), width - room + 8);
+    if (middle + room > free) continue;
+    free = middle - room;
+    labels.push(make("text", { x: middle, y: height - 4, "text-anchor": "middle" }, points[place][0]));
+  }
   const floor = make("line", { class: "axis", x1: 0, x2: width, y1: height - foot, y2: height - foot });
-  svg.replaceChildren(floor, ...bars, ...line, ...labels);
+  svg.replaceChildren(floor, ...marks(x, height, width), make("path", { class: "metric", d: line.join("") }), ...dots, ...limits, ...labels);
+  return [low, high, values.length];
+}
+
+function showChart() {
+  const steps = run.listing.steps;
+  const name = byId("metric").value;
+  const points = steps.map((each) => [each.step, Object.hasOwn(each.metrics, name) ? each.metrics[name] : null]);
+  const largest = Math.max(1, ...steps.map((each) => each.stored_bytes || 0));
+  const foot = 48;
+  // Below the line a tick for each step, as long as its share of the bytes; all of its column can be clicked.
+  const marks = (x, height, width) => steps.flatMap((each, place) => {
+    const long = 3 + (21 * (each.stored_bytes || 0)) / largest;
+    const kind = goes(each) ? "going" : each.pins.length ? "pinned" : "step";
+    const [left, right] = [place ? (x(place - 1) + x(place)) / 2 : 0,
+      place < steps.length - 1 ? (x(place) + x(place + 1)) / 2 : width];
+    const isChosen = each.step === chosen;
+    return [
+      make("rect", { class: `${kind}${isChosen ? " chosen" : ""}`, x: x(place) - 1, y: height - foot + 2, width: isChosen ? 4 : 2, height: long }),
+      make("rect", { class: "column", x: left, y: 0, width: right - left, height: height - 20, click: () => choose(each.step) },
+        make("title", {}, `step ${each.step}: ${size(each.stored_bytes)}`)),
+    ];
+  });
+  const [low, high, found] = steps.length ? drawLine(byId("chart"), points, { foot, marks }) : [0, 0, 0];
   const pinned = steps.filter((each) => each.pins.length).length;
   const going = steps.filter(goes).length;
   const text = steps.length
-    ? [`Bars: bytes of ${count(steps.length, "step")}, at most ${size(largest)}`,
-       pinned ? `${pinned} pinned` : "", going ? `${going} to go with the next save` : "",
-       points.length ? `line: ${name}, ${metric(low)} to ${metric(high)}` : ""]
+    ? [found ? `Line: ${name}, ${metric(low)} to ${metric(high)}` : "",
+       `${found ? "ticks" : "Ticks"}: bytes of ${count(steps.length, "step")}, at most ${size(largest)}`,
+       pinned ? `${pinned} pinned` : "", going ? `${going} to go with the next save` : ""]
     : ["There are no steps yet"];
   byId("chart-text").textContent = `${text.filter(Boolean).join("; ")}.`;
 }
@@ -308,6 +329,7 @@ function showSnippet() {
     lines.push("", "# One item alone:", `part = ckpt.sync.load(${path}, items=[${JSON.stringify(shown.summary.items[0].name)}])`);
   }
   lines.push("", "# Onto other devices; `sharding` may also be a tree of shardings:",
+    "import jax", "sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])",
     `target = ckpt.sync.metadata(${path}).target(sharding)`, `state = ckpt.sync.load(${path}, like=target)`);
   byId("snippet").textContent = lines.join("\n");
 }
@@ -326,7 +348,7 @@ function showSave() {
   const has = times && times.written !== undefined;
   byId("save-title").hidden = byId("save").parentElement.hidden = !has;
   if (!has) return;
-  const [width, row] = [1000, 22];
+  const [width, row] = [Math.max(byId("save").clientWidth, 240), 22];
   const marks = [["blocked", 0, times.blocked || 0], ["waited", 0, times.waited || 0],
     ["staged", times.waited || 0, times.staged || 0], ["written", times.waited || 0, times.written]];
   const end = Math.max(0.001, ...marks.map((mark) => mark[2]));
@@ -502,6 +524,12 @@ function differences(before, after) {
 
 byId("metric").addEventListener("change", showChart);
 byId("layer").addEventListener("change", showNormChart);
+addEventListener("resize", () => {
+  if (!run) return;
+  showChart();
+  showNormChart();
+  if (shown) showSave();
+});
 byId("search").addEventListener("input", () => { showsAll = false; if (shown) showLeaves(); });
 byId("base").addEventListener("change", showDiff);
 byId("more-button").addEventListener("click", () => { showsAll = true; showLeaves(); });
