@@ -236,6 +236,7 @@ def test_damage_is_found_before_anything_is_returned(place: Path, harm: str) -> 
     assert raised.value.leaf
 
 
+@pytest.mark.disk
 def test_pages_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
     """They end behind the end of the file, as those of a bad sector do in the middle."""
     path = tmp_path / "file"

@@ -151,7 +151,7 @@ def test_arrays_may_be_dropped_in_any_thread() -> None:
 @pytest.mark.parametrize("target", ["saved", "like", "numpy"])
 def test_a_restored_state_is_not_changed_by_later_restores(tmp_path: Path, target: str) -> None:
     def state(seed: int) -> dict[str, Any]:
-        base = np.arange(1 << 16, dtype=np.float32).reshape(128, 512) + seed
+        base = np.arange(1 << 18, dtype=np.float32).reshape(256, 1024) + seed
         return {
             "one": jnp.asarray(base),
             "sharded": sharded(base * 2, "data", "model"),
