@@ -1,4 +1,4 @@
-"""`ckpt bisect`: where two runs part."""
+"""`ckpt bisect`: where two runs diverge."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def found_in(capsys: Capsys, *arguments: object) -> Any:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[Path, Path]:
-    """Two runs that part at step 4, and of which each has a step that the other has not."""
+    """Two runs that diverge at step 4, and of which each has a step that the other has not."""
     return (
         saved(tmp_path / "a", {step: state(step) for step in (1, 2, 3, 4, 5, 9)}),
         saved(tmp_path / "b", {step: state(step, 2.0 * (step > 3)) for step in (1, 2, 4, 5, 6)}),
@@ -136,9 +136,9 @@ def test_long_runs_are_searched_by_halving(parting: int, tmp_path: Path, capsys:
 def test_runs_that_come_together_again(tmp_path: Path, capsys: Capsys) -> None:
     one = long_run(tmp_path / "runs", "one", set(), FEW_STEPS + 1)
     other = long_run(tmp_path / "runs", "other", {3, 4}, FEW_STEPS + 1)
-    # Halving takes for granted that there is none of these, and says so.
+    # Halving assumes that there is none of these, and says so.
     assert found_in(capsys, one, other)["is_same"] is True
-    assert "taken to be like their neighbours" in in_this_process(capsys, "bisect", one, other).out
+    assert "assumed to be like" in in_this_process(capsys, "bisect", one, other).out
     assert found_in(capsys, one, other, "--in-order")["first_different"] == 3
     # A few steps are all looked at.
     shutil.rmtree(other / "0")

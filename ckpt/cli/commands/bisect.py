@@ -1,4 +1,4 @@
-"""`ckpt bisect`: the step at which two runs part."""
+"""`ckpt bisect`: the step at which two runs diverge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt.cli.changes import NORMS, difference_lines
 from ckpt.cli.output import count_text, fields, printable, show
 
 _MOST_REASONS = 8
-_ASSUMPTION = "the others are taken to be like their neighbours; see --in-order"
+_ASSUMPTION = "steps between those are assumed to be like their neighbours; see --in-order"
 
 
 @click.command()
@@ -27,8 +27,8 @@ def bisect(run_a: str, run_b: str, in_order: bool, as_json: bool) -> int:
     """Find the first step at which two runs differ that should be equal.
 
     Steps that both runs have are compared as by ckpt diff, without reading arrays; metrics and
-    metadata are not compared. Of more than 32 steps a few are looked at, by halving: that takes for
-    granted that runs which have parted stay apart. With --in-order, no step up to the first that
+    metadata are not compared. Of more than 32 steps a few are looked at, by halving: that assumes
+    that runs that have diverged stay different. With --in-order, no step up to the first that
     differs is left out.
 
     Exit status: 0 if the runs are the same at the last step that both have, and every step that was
@@ -72,7 +72,7 @@ def _step(step: int | None) -> str:
 
 def _summary(found: Divergence) -> str:
     if found.first_different is not None:
-        told = "part"
+        told = "diverge"
     else:
         told = "are the same" if found.is_same else "are not known to differ"
     common = count_text(found.common, "step")
