@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 
 from tests.support.paths import ROOT
@@ -30,6 +31,9 @@ NOT_GERUNDS = {
     "staging",
     "testing",
 }
+# Words of all pages. The number may fall.
+MOST_WORDS = 74_023
+_WRITTEN_BY_SCRIPTS = re.compile(r"<!-- ([\w:-]+):start -->.*?<!-- \1:end -->", re.DOTALL)
 GREATEST_GLOSSARY = 40
 
 
@@ -53,3 +57,11 @@ def test_the_glossary_is_short_and_in_order() -> None:
     words = [row.split("|")[1].strip() for row in rows[1:]]
     assert len(words) <= GREATEST_GLOSSARY
     assert words == sorted(words, key=str.lower)
+
+
+def test_the_pages_have_no_more_words_than_they_may() -> None:
+    """Tables that a script writes are not counted; nor is what the next version brings."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    pages += [ROOT / "SECURITY.md", ROOT / "benchmarks/README.md", *(ROOT / "docs").rglob("*.md")]
+    words = [len(_WRITTEN_BY_SCRIPTS.sub("", page.read_text("utf-8")).split()) for page in pages]
+    assert sum(words) <= MOST_WORDS
