@@ -1,20 +1,16 @@
 """Placements: the part of every array that each process of a job would hold after a restore.
 
-Arrays are placed either as they were saved, or on a mesh that the caller describes.
-
-A grid of planned devices: the regions of arrays on each of them, without jax and devices. A
-partition spec names, for every dimension of an array, the axes of the mesh over which it is cut.
-The parts are equal, and devices that differ only in other axes hold the same part. This is the rule
-of `jax.sharding.NamedSharding`, which also refuses parts that would not be equal.
+Arrays are placed either as they were saved, or on a mesh that the caller describes. What each
+device holds is asked of jax, whose shardings take devices that need not exist. A partition spec
+that jax refuses is a problem of the array.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct, field
 
@@ -25,6 +21,9 @@ from ckpt._plan.chunk_reads import ReadRequest, plan_chunk_reads, plan_requests
 from ckpt._plan.slices import ArraySlice
 from ckpt._tree.leaf_names import compile_pattern, suggestion
 from ckpt.errors import InvalidArgumentError, TargetMismatchError
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 Shape = tuple[int, ...]
 # For every dimension, the axes of the mesh over which it is cut, the slowest first; dimensions at
@@ -52,25 +51,33 @@ def everything(shape: Shape) -> HeldPart:
     return HeldPart((whole(shape),), math.prod(shape))
 
 
+class PlannedDevice:
+    """A device that need not exist: jax makes meshes and shardings of it, but no arrays."""
+
+    def __init__(self, number: int, process: int) -> None:
+        self.id = number
+        self.process_index = process
+
+
 class DeviceGrid(Struct, frozen=True):
-    """A mesh of devices, each of which belongs to a process.
+    """A mesh of planned devices, each of which belongs to a process.
 
     Attributes:
-        axes: Sizes of its axes, by name and in their order.
-        owners: The process of every device, in C order of the mesh.
+        mesh: The mesh.
     """
 
-    axes: Mapping[str, int]
-    owners: tuple[int, ...]
+    mesh: Mesh
     _known: dict[tuple[Shape, Spec], dict[int, HeldPart]] = field(default_factory=dict)
 
     def held(self, shape: Shape, spec: Spec) -> dict[int, HeldPart]:
         """Return the part of every process; `spec_problem` must have found nothing."""
         if (shape, spec) not in self._known:
-            regions = regions_of(shape, spec, self.axes)
             mine: dict[int, list[Region]] = {}
-            for owner, region in zip(self.owners, regions, strict=True):
-                mine.setdefault(owner, []).append(region)
+            indices: Any = _sharding_on(self.mesh, spec).devices_indices_map(shape)
+            for device, index in indices.items():
+                bounds = [part.indices(n)[:2] for part, n in zip(index or (), shape, strict=True)]
+                region = Region(tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds))
+                mine.setdefault(device.process_index, []).append(region)
             self._known[shape, spec] = {
                 owner: HeldPart(tuple(dict.fromkeys(each)), sum(region.size for region in each))
                 for owner, each in mine.items()
@@ -95,54 +102,43 @@ def grid_of(axes: Mapping[str, int], processes: int) -> DeviceGrid:
             f"processes that divides {count}"
         )
     each = count // processes
-    return DeviceGrid(axes, tuple(number // each for number in range(count)))
+    devices = [PlannedDevice(number, number // each) for number in range(count)]
+    return DeviceGrid(_mesh_of(devices, list(axes), list(axes.values())))
 
 
-def spec_problem(shape: Shape, spec: Spec, axes: Mapping[str, int]) -> str | None:
-    """Return the reason why an array cannot be cut by a spec, or None."""
-    if len(spec) > len(shape):
-        return f"it has {len(shape)} dimensions, and the spec is for {len(spec)}"
-    names = list(itertools.chain(*spec))
-    if len(set(names)) < len(names):
-        return "one axis of the mesh cuts two dimensions"
-    for number, (length, over) in enumerate(zip(shape, spec, strict=False)):
-        parts = math.prod(axes[name] for name in over)
-        if length % parts:
-            return (
-                f"dimension {number} of {length} elements is not divisible by the {parts} parts of "
-                f"{'+'.join(over)}"
-            )
+def _mesh_of(
+    devices: Sequence[PlannedDevice],
+    names: Sequence[str],
+    sizes: Sequence[int],
+    types: Sequence[str] = (),
+) -> Mesh:
+    # Imported only here: explanations are the only tools for manifests that need jax.
+    import numpy as np
+    from jax.sharding import AxisType, Mesh
+
+    grid = np.empty(len(devices), object)
+    grid[:] = devices
+    kinds = tuple(AxisType[name] for name in types) if types else None
+    return Mesh(grid.reshape(sizes), tuple(names), axis_types=kinds)
+
+
+def _sharding_on(mesh: Mesh | AbstractMesh, spec: Spec) -> NamedSharding:
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    return NamedSharding(mesh, PartitionSpec(*spec))  # type: ignore[no-untyped-call]
+
+
+def spec_problem(shape: Shape, spec: Spec, mesh: Mesh) -> str | None:
+    """Return the reason why jax cannot cut an array by a spec, or None."""
+    try:
+        sharding = _sharding_on(mesh, spec)
+        sharding.check_compatible_aval(shape)
+        sharding.shard_shape(shape)
+    except Exception as error:
+        # jax raises various errors here. The whole mesh is in their texts.
+        text = str(error)
+        return text.partition(" implies that ")[2].partition(" (full shape")[0] or text
     return None
-
-
-def shard_shape(shape: Shape, spec: Spec, axes: Mapping[str, int]) -> Shape:
-    """Return the shape of the equal parts of an array; `spec_problem` must have found nothing."""
-    cut = [math.prod(axes[name] for name in over) for over in spec]
-    cut += [1] * (len(shape) - len(cut))
-    return tuple(length // parts for length, parts in zip(shape, cut, strict=True))
-
-
-def regions_of(shape: Shape, spec: Spec, axes: Mapping[str, int]) -> Sequence[Region]:
-    """Return the region on every device, in C order of the mesh."""
-    place = {name: number for number, name in enumerate(axes)}
-    cuts = [tuple((place[name], axes[name]) for name in over) for over in spec]
-    cuts += [()] * (len(shape) - len(cuts))
-    lengths = shard_shape(shape, spec, axes)
-    found: list[Region] = []
-    # Most devices hold a region that another device holds, too; they share the object.
-    known: dict[Shape, Region] = {}
-    for device in itertools.product(*map(range, axes.values())):
-        offset = []
-        for length, over in zip(lengths, cuts, strict=True):
-            number = 0
-            for axis, size in over:
-                number = number * size + device[axis]
-            offset.append(number * length)
-        corner = tuple(offset)
-        if corner not in known:
-            known[corner] = Region(corner, lengths)
-        found.append(known[corner])
-    return found
 
 
 _SHOWN = 8
@@ -215,7 +211,9 @@ class AsSaved:
         self._processes = processes
         self._is_divided = processes > 1 and bool(ids) and len(ids) % processes == 0
         each = len(ids) // processes if self._is_divided else max(len(ids), 1)
-        self._owners = {device: number // each for number, device in enumerate(ids)}
+        self._devices = {
+            device: PlannedDevice(device, number // each) for number, device in enumerate(ids)
+        }
         self._entries = entries
         self._grids = {key: self._grid(entry) for key, entry in entries.items()}
         self._lost: list[str] = []
@@ -226,7 +224,7 @@ class AsSaved:
     @property
     def devices(self) -> Sequence[int]:
         """Number of devices of each process."""
-        counts = Counter(self._owners.values())
+        counts = Counter(each.process_index for each in self._devices.values())
         if not self._is_divided:
             return [max(counts[0], 1)] * self._processes
         return [counts[number] for number in range(self._processes)]
@@ -245,7 +243,7 @@ class AsSaved:
         key = item, leaf.sharding, shape
         if key in self._known:
             return self._known[key]
-        reason = spec_problem(shape, spec, grid.axes)
+        reason = spec_problem(shape, spec, grid.mesh)
         if reason is not None:
             self.problems.append(f"{path}: {reason}")
             return self._whole(shape, True)
@@ -265,11 +263,11 @@ class AsSaved:
     def notes(self) -> list[str]:
         """Return the assumptions about the arrays so far, as sentences."""
         found = []
-        if self._processes > 1 and self._owners:
+        if self._processes > 1 and self._devices:
             found.append(
                 "devices are divided among the processes in the order of their ids"
                 if self._is_divided
-                else f"the {len(self._owners)} devices that the manifest names cannot be divided "
+                else f"the {len(self._devices)} devices that the manifest names cannot be divided "
                 f"among {self._processes} processes; each process is taken to have such devices"
             )
         if self._lost:
@@ -282,24 +280,21 @@ class AsSaved:
 
     def _grid(self, entry: ShardingEntry) -> DeviceGrid | None:
         """Return the devices of a stored sharding; None if a restore could not make it again."""
-        axes = dict(zip(entry.axis_names, entry.axis_sizes, strict=False))
-        if entry.kind == "single":
-            axes = {}
-        elif entry.kind != "named" or not (
-            len(axes) == len(entry.axis_names) == len(entry.axis_sizes)
-        ):
+        if entry.kind not in ("named", "single") or not entry.device_ids:
             return None
-        sizes = list(axes.values())
-        names = [name for over in _stored_spec(entry) for name in over]
-        if len(set(names)) < len(names) or not set(names) <= set(axes) or min(sizes, default=1) < 1:
-            return None
-        ids = entry.device_ids
-        if not math.prod(sizes) == len(ids) == len(set(ids)):
-            return None
-        owners = tuple(self._owners[device] for device in entry.device_ids)
+        devices = [self._devices[each] for each in entry.device_ids]
         # A process without devices in the sharding would have no part of the array.
-        is_usable = len(set(owners)) in (1, self._processes)
-        return DeviceGrid(axes, owners) if is_usable else None
+        if len({each.process_index for each in devices}) not in (1, self._processes):
+            return None
+        try:
+            if entry.kind == "single":
+                return DeviceGrid(_mesh_of(devices[:1], (), ()))
+            mesh = _mesh_of(devices, entry.axis_names, entry.axis_sizes, entry.axis_types)
+            _sharding_on(mesh, _stored_spec(entry))
+        except Exception:
+            # As in a restore, whatever jax does not understand is placed otherwise.
+            return None
+        return DeviceGrid(mesh)
 
 
 class OnMesh:
@@ -324,6 +319,7 @@ class OnMesh:
         Raises:
             InvalidArgumentError: The mesh cannot be divided, or a spec covers no array.
         """
+        self._axes = mesh.axes
         self._grid = grid_of(mesh.axes, processes)
         self._processes = processes
         self._shardings = {name: item.shardings for name, item in manifest.items.items()}
@@ -336,7 +332,7 @@ class OnMesh:
     @property
     def devices(self) -> Sequence[int]:
         """Number of devices of each process."""
-        return [len(self._grid.owners) // self._processes] * self._processes
+        return [self._grid.mesh.size // self._processes] * self._processes
 
     def of(self, item: str, path: str, leaf: LeafEntry) -> HeldParts:
         """Return the part of an array that each process would hold."""
@@ -344,7 +340,7 @@ class OnMesh:
         if spec is None and leaf.kind in _ON_DEVICES:
             stored = None if leaf.sharding is None else self._shardings[item][leaf.sharding]
             spec = self._kept(path, stored)
-        reason = None if spec is None else spec_problem(shape, spec, self._grid.axes)
+        reason = None if spec is None else spec_problem(shape, spec, self._grid.mesh)
         if reason is not None:
             self.problems.append(f"{path}: {reason}")
             spec = None
@@ -382,9 +378,9 @@ class OnMesh:
             return ()
         spec = _stored_spec(stored)
         self._unknown_axes.update(
-            {name for over in spec for name in over if name not in self._grid.axes}
+            {name for over in spec for name in over if name not in self._axes}
         )
-        return tuple(tuple(name for name in over if name in self._grid.axes) for over in spec)
+        return tuple(tuple(name for name in over if name in self._axes) for over in spec)
 
 
 def stored_shard(entry: ShardingEntry | None, shape: Shape) -> Shape:
@@ -394,11 +390,13 @@ def stored_shard(entry: ShardingEntry | None, shape: Shape) -> Shape:
     """
     if entry is None or entry.kind != "named":
         return shape
-    axes = dict(zip(entry.axis_names, entry.axis_sizes, strict=False))
-    spec = _stored_spec(entry)
-    if any(axes.get(name, 0) < 1 for over in spec for name in over):
+    from jax.sharding import AbstractMesh
+
+    try:
+        mesh = AbstractMesh(tuple(entry.axis_sizes), tuple(entry.axis_names))
+        return _sharding_on(mesh, _stored_spec(entry)).shard_shape(shape)
+    except Exception:
         return shape
-    return shape if spec_problem(shape, spec, axes) else shard_shape(shape, spec, axes)
 
 
 def refuse(problems: Sequence[str]) -> None:

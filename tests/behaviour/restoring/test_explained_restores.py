@@ -304,7 +304,7 @@ def test_advice_that_is_taken_leaves_nothing_to_say(tmp_path: Path) -> None:
 def test_what_cannot_be_cut_is_refused_as_by_a_restore(root: Path) -> None:
     with pytest.raises(TargetMismatchError) as caught:
         explained(root, TargetMesh({"x": 5}))
-    assert "rows: dimension 0 of 512 elements is not divisible by the 5 parts of x" in str(
+    assert "rows: array axis 0 is partitioned 5 times, but the dimension size is 512" in str(
         caught.value
     )
     with pytest.raises(TargetMismatchError, match="does not divide it"):
