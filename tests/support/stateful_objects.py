@@ -84,7 +84,7 @@ class Recording:
         async def read() -> None:
             self.notes = {
                 path.relative_to(directory).as_posix(): path.read_bytes()
-                for path in directory.rglob("*")
+                for path in sorted(directory.rglob("*"))
                 if path.is_file()
             }
 
