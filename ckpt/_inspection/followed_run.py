@@ -22,7 +22,7 @@ from ckpt._events import Event, Outcome
 from ckpt._format.manifest_head import flat_metrics, left_behind
 from ckpt._inspection.json_values import finite
 from ckpt._inspection.locations import RunRoot, open_as_root
-from ckpt._inspection.save_costs import times_of
+from ckpt._inspection.save_times import times_of
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.opened import open_step

@@ -81,7 +81,7 @@ def test_a_directory_that_may_not_be_written_is_a_problem(tmp_path: Path) -> Non
     assert problem["advice"]
 
 
-@pytest.mark.parametrize("command", ["doctor", "watch", "bench"])
+@pytest.mark.parametrize("command", ["doctor", "watch"])
 def test_a_directory_that_may_not_be_entered_is_told_in_a_line(
     command: str, tmp_path: Path
 ) -> None:

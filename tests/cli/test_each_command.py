@@ -197,23 +197,6 @@ def test_ls_by_size(root: Path, run: Command, report: Report) -> None:
     assert report("ls", root)["usage"] is None
 
 
-def test_explain(tmp_path: Path, run: Command, report: Report) -> None:
-    path = tmp_path / "final"
-    model = {"w": np.zeros((256, 1024), np.float32), "b": np.zeros(8, np.float32)}
-    ckpt.sync.save(path, items={"model": model, "other": {"x": np.zeros(16, np.int8)}})
-    ran = run("explain", path)
-    assert (ran.status, ran.out.startswith(f"{path}, as saved: 3 arrays, 1 MiB")) == (0, True)
-    mesh = ("--mesh", "x=4", "--processes", "2")
-    onto = report("explain", path, *mesh)
-    assert (onto["arrays"], onto["mesh"], len(onto["processes"])) == (3, {"x": 4}, 2)
-    assert report("explain", path, "--item", "other")["nbytes"] == 16
-    # An array of numpy is in each process; with a spec, each of two devices has a quarter.
-    for shard, held in ((), 1 << 20), (("--shard", "w=x"), 1 << 19):
-        found = report("explain", path, *mesh, *shard, "--select", "w", "--budget", "32MiB")
-        assert (found["arrays"], found["budget"]) == (1, 32 << 20)
-        assert column(found["processes"], "held") == [held] * 2
-
-
 KEPT = {
     ("--keep-last", "2"): [30, 40],
     ("--keep-every", "20"): [20, 40],
@@ -343,14 +326,6 @@ def test_stats(root: Path, run: Command, report: Report) -> None:
         times = mgr.metadata(30).info.statistics
     assert times is not None
     assert (last["step"], last["blocked"], last["written"]) == (30, times.blocked, times.written)
-
-
-def test_goodput(root: Path, run: Command, report: Report) -> None:
-    ran = run("stats", root, "--mtbf", "6h")
-    assert (ran.status, "6 h, given" in ran.out) == (0, True)
-    costs = report("stats", root, "--goodput", "--mtbf", "6h")["costs"]
-    assert report("stats", root, "--goodput", "--last", 2)["costs"]["saves"] == 2
-    assert (costs["saves"], costs["mtbf_seconds"]) == (3, 6 * 3600)
 
 
 def test_show_of_a_checkpoint(root: Path, run: Command, report: Report) -> None:

@@ -264,7 +264,6 @@ def test_wrong_uses(root: Path, tmp_path: Path, capsys: Capsys) -> None:
         ((root, "--steps", 1), "--steps"),
         ((root, "--depth", 0), "--depth"),
         ((root, "--last", 1), "goes without --last"),
-        ((root, "--goodput"), "goes without --last, --goodput"),
         ((tmp_path / "empty",), "has no committed step"),
         ((root / "10",), "is a single checkpoint, not a root of steps"),
         ((tmp_path / "missing",), str(tmp_path / "missing")),

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt._inspection.save_costs import StepTimes, summaries
+from ckpt._inspection.save_times import StepTimes, summaries
 from ckpt.cli.output import Duration, seconds_text
 from tests.support.command import (
     check_golden,

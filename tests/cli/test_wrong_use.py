@@ -26,7 +26,6 @@ CALLS: dict[str, tuple[str, ...]] = {
     "show": ("PATH",),
     "diff": ("PATH", "PATH"),
     "bisect": ("PATH", "PATH"),
-    "explain": ("PATH",),
     "verify": ("PATH",),
     "cp": ("PATH", "OUT"),
     "convert": ("PATH", "OUT"),
@@ -43,7 +42,6 @@ WITHOUT_PATH = {
     "trace": "takes a file of events; see test_trace_command",
     "watch": "waits for a root that is not there; see test_watch_command",
     "doctor": "looks at what is above a path that is not there; see test_doctor",
-    "bench": "makes the directory that it measures; see test_bench",
 }
 
 

@@ -315,7 +315,7 @@ def test_threads_are_asked_for_in_one_place() -> None:
         "ckpt._inspection.norms",
         "ckpt._inspection.divergence",
         "ckpt._inspection.restores.explanation",
-        "ckpt._inspection.save_costs",
+        "ckpt._inspection.save_times",
         "ckpt._inspection.followed_run",
         "ckpt._inspection.disk",
         "ckpt._tiers.drains.drainer",

@@ -38,7 +38,7 @@ LINES = {
     "_conversion": 1957,
     "_engine": 5047,
     "_format": 1880,
-    "_inspection": 4155,
+    "_inspection": 3262,
     "_interop": 2577,
     "_plan": 3035,
     "_runtime": 646,
@@ -47,7 +47,7 @@ LINES = {
     "_tiers": 4901,
     "_tree": 1470,
     "_vitals": 1300,
-    "cli": 2896,
+    "cli": 2373,
     "extensions": 81,
     "handlers": 1330,
     "keep": 625,
@@ -57,7 +57,7 @@ LINES = {
     "storage": 4554,
     "testing": 1574,
 }
-MODULES = 351
+MODULES = 344
 # A manager is opened, saves or restores three leaves, and is closed, in a new process.
 RUN = {
     "save": {"functions": 550, "modules": 75, "imported": 114},

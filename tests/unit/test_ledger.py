@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import functools
 import re
 import subprocess
@@ -30,6 +31,12 @@ def test_the_tests_in_it_are_there() -> None:
     for row, test in surface.read_ledger().items():
         file, _, name = test.partition("::")
         assert not test or name in functions_of(ROOT / file), (row, test)
+
+
+def test_what_was_dropped_is_gone_and_has_a_reason() -> None:
+    dropped = list(csv.DictReader((ROOT / "tests/ledger/dropped.csv").open(encoding="utf-8")))
+    assert not {(row["kind"], row["name"]) for row in dropped} & set(surface.read_ledger())
+    assert all(row["reason"] for row in dropped)
 
 
 def test_rows_without_a_test_only_get_fewer() -> None:

@@ -14,18 +14,17 @@ import click
 
 # As the help shows them.
 GROUPS = {
-    "Look": ("ls", "show", "watch", "ui", "stats", "trace", "explain"),
+    "Look": ("ls", "show", "watch", "ui", "stats", "trace"),
     "Compare": ("diff", "bisect", "verify"),
     "Move": ("cp", "convert", "merge"),
     "Tidy": ("rm", "trash", "gc", "pin"),
-    "This machine": ("bench", "doctor", "completion"),
+    "This machine": ("doctor", "completion"),
 }
 # What users may know by another name.
 RENAMED = {
     "adopt": "convert --in-place",
     "du": "ls --by-size",
     "forget": "rm --keep-last N",
-    "goodput": "stats --goodput",
     "info": "show",
     "log": "ls --long",
     "norms": "stats --norms",

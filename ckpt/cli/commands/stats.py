@@ -1,4 +1,4 @@
-"""`ckpt stats`: durations and costs of saves, and the norms of layers."""
+"""`ckpt stats`: durations of saves, and the norms of layers."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ from collections.abc import Iterator
 
 import anyio
 import click
-from msgspec import Struct
 
 from ckpt._inspection.locations import Checkpoint, locate, root_at
 from ckpt._inspection.norms import DEPTH, LEAST_STEPS, LayerNorms, NormReader, NormTable
-from ckpt._inspection.save_costs import (
-    FACTOR,
+from ckpt._inspection.save_times import (
     NAMES,
-    SaveCosts,
-    SavePoint,
     SaveStatisticsReport,
     StepTimes,
-    Suggestion,
-    save_costs,
     summaries,
     times_of,
     times_of_root,
@@ -27,7 +21,6 @@ from ckpt._steps.opened import shortened
 from ckpt._tree.table import format_bytes
 from ckpt.cli import options
 from ckpt.cli.output import (
-    Duration,
     count_text,
     fields,
     printable,
@@ -50,21 +43,11 @@ _TREND = "trend: the median of the later half of the steps, compared with that o
 _NORM_STEPS = 8
 # Number of layers with non-finite values that are named.
 _MOST_TOLD = 8
-# Each assumption is one line.
-_ASSUMPTIONS = [
-    "only steps that still exist are counted, and only the time that save() blocked",
-    "steps that are slower while a save is written are not seen",
-    f"a gap {FACTOR:g} times as long as usual is an interruption; a long evaluation looks like one",
-    "lost seconds are steps computed again, and the time until the run was back",
-    "failures come at random; Young (1974): sqrt(2 x cost of a save x mtbf); Daly (2006) is closer",
-]
 
 
 @click.command()
 @options.path
 @click.option("--last", type=click.IntRange(min=1), help="Only so many of the latest steps.")
-@click.option("--goodput", is_flag=True, help="Estimate the costs of saving, and how often to.")
-@click.option("--mtbf", type=Duration(), help="The same, with this mean time between failures.")
 @click.option("--norms", is_flag=True, help="Show the norms of layers over the steps.")
 @click.option("--select", multiple=True, metavar="PATTERN", help="The norms of leaves that fit.")
 @click.option(
@@ -81,8 +64,6 @@ _ASSUMPTIONS = [
 def stats(
     path: str,
     last: int | None,
-    goodput: bool,
-    mtbf: float | None,
     norms: bool,
     select: tuple[str, ...],
     depth: int | None,
@@ -93,21 +74,15 @@ def stats(
 
     Of a root step by step, with medians, the worst and the trend; or of one step.
 
-    With --goodput: what saving costs a run, and how often it should save. Interruptions show as
-    gaps between the steps. It says what it assumes.
-
     With --norms: the norms of layers over the steps of a run, without reading arrays. Steps have
     them that were saved with extensions=[ckpt.extensions.VitalSigns()]. A * marks values that are
     not finite; the first step that has any is always shown.
     """
-    goodput = goodput or mtbf is not None
     norms = norms or bool(select or depth or steps)
-    if norms and (goodput or last):
-        raise click.UsageError("--norms goes without --last, --goodput and --mtbf.")
+    if norms and last:
+        raise click.UsageError("--norms goes without --last.")
     if norms:
         show(anyio.run(_norms, path, select, depth, steps), _norms_view, as_json=as_json)
-    elif goodput:
-        show(anyio.run(_goodput, path, last, mtbf), _goodput_view, as_json=as_json)
     else:
         found, is_root = anyio.run(_report, path, last)
         show(found, _many if is_root else _view_one_step, as_json=as_json)
@@ -174,104 +149,6 @@ def _cells(step: StepTimes) -> list[str]:
 
 def _text(name: str, value: float | None) -> str:
     return rate_text(value) if name == "rate" else seconds_text(value)
-
-
-class _Report(Struct, frozen=True):
-    """The JSON output with `--goodput`."""
-
-    root: str
-    costs: SaveCosts
-    assumptions: list[str]
-
-
-async def _goodput(root: str, last: int | None, mtbf: float | None) -> _Report:
-    found = await times_of_root(await root_at(root), last)
-    points = [
-        SavePoint(
-            each.step,
-            each.created.timestamp(),
-            each.committed.timestamp(),
-            each.blocked,
-            each.written,
-        )
-        for each in found.steps
-        if each.step is not None and each.created is not None and each.committed is not None
-    ]
-    return _Report(found.path, save_costs(points, mtbf), _ASSUMPTIONS)
-
-
-def _goodput_view(report: _Report) -> Iterator[str]:
-    found = report.costs
-    if not found.saves:
-        yield click.style(f"{printable(report.root)}: no steps", dim=True)
-        return
-    saves = f"{count_text(found.saves, 'save')}, steps {found.first_step} to {found.last_step}"
-    yield from fields(
-        [
-            ("root", report.root),
-            ("saves", f"{saves}, in {seconds_text(found.seconds)}"),
-            ("blocked", _blocked(found)),
-            ("a step", _seconds_with(found.step_seconds, "the usual time, saves included")),
-            ("interval", _seconds_with(found.interval_seconds, "from save to save")),
-            ("interrupted", _interrupted(found)),
-            ("mtbf", _mtbf(found)),
-            *_advice(found.suggestion),
-        ]
-    )
-    if found.interruptions:
-        yield ""
-        yield from table(
-            ("after step", "before step", "gap", "lost, estimated", "steps redone, at most"),
-            [
-                (
-                    str(each.after_step),
-                    str(each.before_step),
-                    seconds_text(each.seconds),
-                    seconds_text(each.lost_seconds),
-                    str(each.most_lost_steps),
-                )
-                for each in found.interruptions
-            ],
-        )
-    yield ""
-    yield click.style("What this assumes:", dim=True)
-    for text in report.assumptions:
-        yield click.style(f"- {text}", dim=True)
-
-
-def _blocked(found: SaveCosts) -> str:
-    if found.save_seconds is None:
-        return "not known: the steps do not tell"
-    each = f"{seconds_text(found.save_seconds)} a save (median)"
-    return f"{seconds_text(found.blocked_seconds)} in all, {found.blocked_share:.2%}; {each}"
-
-
-def _seconds_with(seconds: float | None, what: str) -> str:
-    return "" if seconds is None else f"{seconds_text(seconds)}, {what}"
-
-
-def _interrupted(found: SaveCosts) -> str:
-    if not found.interruptions:
-        return "never, as far as can be seen"
-    times = count_text(len(found.interruptions), "time")
-    return f"{times}, {seconds_text(found.lost_seconds)} lost (an estimate)"
-
-
-def _mtbf(found: SaveCosts) -> str:
-    if found.mtbf_seconds is None:
-        return "not known; give it with --mtbf"
-    how = "given" if found.mtbf_given else "seen"
-    return f"{seconds_text(found.mtbf_seconds)}, {how}"
-
-
-def _advice(found: Suggestion | None) -> Iterator[tuple[str, str]]:
-    if found is None:
-        return
-    steps = "" if found.steps is None else f" ({count_text(found.steps, 'step')})"
-    young = f"Young: {seconds_text(found.young_seconds)}, Daly: {seconds_text(found.daly_seconds)}"
-    yield "suggestion", f"save every {seconds_text(found.seconds)}{steps}; {young}"
-    now = "" if found.loss_now is None else f"{found.loss_now:.2%} now, "
-    yield "expected loss", f"{now}{found.loss_then:.2%} with that interval"
 
 
 async def _norms(

@@ -6,13 +6,13 @@ import math
 from typing import Any
 
 import pytest
+from ckpt._inspection.restores.placements import MOST_DEVICES, Spec, grid_of, spec_problem
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.fake_devices import devices_of
 from ckpt._format.regions import Region
-from ckpt._inspection.restores.placements import MOST_DEVICES, Spec, grid_of, spec_problem
 from ckpt.errors import InvalidArgumentError
 
 Shape = tuple[int, ...]

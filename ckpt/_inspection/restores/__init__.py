@@ -1,1 +1,0 @@
-"""Plans of restores without restoring: the bytes that each process would read, and its memory."""
