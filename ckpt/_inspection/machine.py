@@ -10,7 +10,8 @@ import statistics
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -282,8 +283,8 @@ async def store(storage: Storage) -> AsyncIterator[Finding]:
     yield Finding("store", "conditional writes", "ok", f"heeded, tried in {seconds:.2f} s")
     name = f"{_FOLDER}/{uuid.uuid4().hex}"
     try:
-        yield _latency("write", await _timed_writes(storage, name))
-        yield _latency("read", await _timed_reads(storage, name))
+        yield await _latency("write", partial(storage.put_note, name, b"trial", replace=True))
+        yield await _latency("read", partial(storage.read, "", name, 1 << 10))
     except CheckpointError as error:
         yield Finding("store", "latency", "problem", redact(str(error)), "see the text")
     finally:
@@ -292,25 +293,12 @@ async def store(storage: Storage) -> AsyncIterator[Finding]:
             await storage.drop_note(name)
 
 
-async def _timed_writes(storage: Storage, name: str) -> list[float]:
+async def _latency(what: str, request: Callable[[], Awaitable[object]]) -> Finding:
     times = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()
-        await storage.put_note(name, b"trial", replace=True)
+        await request()
         times.append(time.perf_counter() - began)
-    return times
-
-
-async def _timed_reads(storage: Storage, name: str) -> list[float]:
-    times = []
-    for _ in range(_ROUNDS):
-        began = time.perf_counter()
-        await storage.read("", name, 1 << 10)
-        times.append(time.perf_counter() - began)
-    return times
-
-
-def _latency(what: str, times: list[float]) -> Finding:
     median = statistics.median(times)
     found = f"{median * 1e3:.3g} ms, the slowest of {_ROUNDS} {max(times) * 1e3:.3g} ms"
     if median < _SLOW_SECONDS:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from ckpt._engine.verify.pipeline import verify_step_dir
@@ -30,17 +32,29 @@ class Verification(Struct, frozen=True):
         path: Path of the checkpoint or root.
         ok: True if no problem was found in the bytes that were read.
         is_root: True if the path is a root.
-        reports: Reports of the steps, ascending.
-        skipped: Steps that were not compared.
+        deep: True if bytes were read.
+        files: Number of all files.
+        unread_files: Number of files that were not read.
+        nbytes: Number of bytes that were read.
+        unread_nbytes: Number of bytes that were not read.
         seconds: Duration of the verification.
+        seed: Seed that repeats the choice of a sample; None without one.
+        steps: Reports of the steps, ascending, each with `ok`.
+        skipped: Steps that were not compared.
     """
 
     path: str
     ok: bool
     is_root: bool
-    reports: list[VerifyReport]
-    skipped: list[SkippedStep]
+    deep: bool
+    files: int
+    unread_files: int
+    nbytes: int
+    unread_nbytes: int
     seconds: float
+    seed: int | None
+    steps: list[dict[str, Any]]
+    skipped: list[SkippedStep]
 
 
 # Called with the report of each step; and before each step with its name, place and their number.
@@ -79,7 +93,7 @@ async def verify_at(
             storage, name, None, deep, (observer,), limits=limits, item=found.opened.item
         )
         told(report)
-        return _verification_of(found.location, False, [report], [], began)
+        return _verification_of(found, deep, limits, [report], [], began)
     reports: list[VerifyReport] = []
     steps, skipped = await _steps_of(found)
     damaged = {each.step: each.reason for each in found.index.unreadable}
@@ -100,7 +114,7 @@ async def verify_at(
         reports.append(report)
         told(report)
     reports.sort(key=lambda report: report.step or 0)
-    return _verification_of(found.location, True, reports, skipped, began)
+    return _verification_of(found, deep, limits, reports, skipped, began)
 
 
 async def _steps_of(root: RunRoot) -> tuple[list[tuple[int, str]], list[SkippedStep]]:
@@ -133,12 +147,28 @@ def _unreadable(path: str, step: int, deep: bool, message: str) -> VerifyReport:
 
 
 def _verification_of(
-    path: str,
-    is_root: bool,
-    reports: list[VerifyReport],
-    skipped: Iterable[SkippedStep],
+    place: RunRoot | Checkpoint,
+    deep: bool,
+    limits: ReadLimits,
+    reports: Sequence[VerifyReport],
+    skipped: list[SkippedStep],
     began: float,
 ) -> Verification:
-    # The path of a report is that of the checkpoint or step, not of the root.
-    ok = all(report.ok for report in reports)
-    return Verification(path, ok, is_root, reports, list(skipped), time.monotonic() - began)
+    files, unread_files, nbytes, unread_nbytes = (
+        sum(getattr(report, name) for report in reports)
+        for name in ("files", "unread_files", "nbytes", "unread_nbytes")
+    )
+    return Verification(
+        place.location,
+        all(report.ok for report in reports),
+        isinstance(place, RunRoot),
+        deep,
+        files,
+        unread_files,
+        nbytes,
+        unread_nbytes,
+        time.monotonic() - began,
+        limits.seed,
+        [msgspec.to_builtins(report) | {"ok": report.ok} for report in reports],
+        skipped,
+    )

@@ -4,54 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 import click
-import msgspec
-from msgspec import Struct
 
 from ckpt._tree.table import format_bytes
 from ckpt.cli import exit_status, options
-from ckpt.cli.output import Duration, count_text, printable, show_json, show_lines
+from ckpt.cli.output import Duration, count_text, printable, show, show_lines
 from ckpt.cli.progress import progress
 
 if TYPE_CHECKING:
     from ckpt._engine.verify.report import VerifyReport
-    from ckpt._inspection.locations import SkippedStep
     from ckpt._inspection.verified_steps import Verification
 
 _MOST_SEEDS = 1 << 32
-
-
-class _Verified(Struct, frozen=True):
-    """The result of a verification.
-
-    Attributes:
-        path: Path of the checkpoint or root.
-        ok: True if no problem was found in the bytes that were read.
-        deep: True if bytes were read.
-        files: Number of all files.
-        unread_files: Number of files that were not read.
-        nbytes: Number of bytes that were read.
-        unread_nbytes: Number of bytes that were not read.
-        seconds: Duration of the verification.
-        seed: Seed that repeats the choice of `--sample`; None without it.
-        steps: Reports of the steps.
-        skipped: Steps that were not compared.
-    """
-
-    path: str
-    ok: bool
-    deep: bool
-    files: int
-    unread_files: int
-    nbytes: int
-    unread_nbytes: int
-    seconds: float
-    seed: int | None
-    steps: list[dict[str, Any]]
-    skipped: list[SkippedStep]
 
 
 @click.command()
@@ -91,11 +58,7 @@ def verify(
     if sample is not None and seed is None:
         seed = random.randrange(_MOST_SEEDS)
     found = _verified(path, not shallow, sample, seed, timeout, as_json)
-    record = _record(found, not shallow, None if sample is None else seed)
-    if as_json:
-        show_json(record)
-    else:
-        show_lines(_summary(found, record))
+    show(found, _summary, as_json=as_json)
     return exit_status.OK if found.ok else exit_status.FOUND
 
 
@@ -119,7 +82,7 @@ def _verified(
             if not as_json:
                 show_lines(_lines(report))
 
-        limits = read_limits(deep, sample, seed, timeout)
+        limits = read_limits(deep, sample, None if sample is None else seed, timeout)
         return anyio.run(verify_at, path, deep, limits, line, told, begins)
 
 
@@ -129,45 +92,28 @@ def _lines(report: VerifyReport) -> Iterator[str]:
     yield from map(printable, rest)
 
 
-def _summary(found: Verification, record: _Verified) -> Iterator[str]:
+def _summary(found: Verification) -> Iterator[str]:
     for each in found.skipped:
         yield f"step {each.step} was not verified: {printable(each.reason)}"
     if found.is_root:
-        steps = count_text(len(found.reports), "step") if found.reports else "no steps"
-        damaged = sum(not report.ok for report in found.reports)
-        is_partial = any(report.is_partial for report in found.reports)
-        verdict = "nothing is wrong" + (" in what was read" if is_partial else "")
+        text = count_text(len(found.steps), "step") if found.steps else "no steps"
+        damaged = sum(not report["ok"] for report in found.steps)
+        verdict = "nothing is wrong" + (" in what was read" if found.unread_files else "")
         if damaged:
             verdict = f"{damaged} damaged"
-        text = f"{steps}, {verdict} ({_part(record)})" if found.reports else steps
+        if found.steps:
+            text = f"{text}, {verdict} ({_part(found)})"
         yield click.style(f"{printable(found.path)}: {text}", dim=not damaged)
-    if record.seed is not None:
-        yield click.style(f"the same files again: --seed {record.seed}", dim=True)
+    if found.seed is not None:
+        yield click.style(f"the same files again: --seed {found.seed}", dim=True)
 
 
-def _part(record: _Verified) -> str:
-    files = count_text(record.files, "file")
-    if not record.deep:
+def _part(found: Verification) -> str:
+    files = count_text(found.files, "file")
+    if not found.deep:
         return f"{files}, names and sizes only"
-    if not record.unread_files:
-        return f"{files}, {format_bytes(record.nbytes)} read"
-    total = format_bytes(record.nbytes + record.unread_nbytes)
-    read = f"{record.files - record.unread_files:,} of {files} read"
-    return f"{read}, {format_bytes(record.nbytes)} of {total}"
-
-
-def _record(found: Verification, deep: bool, seed: int | None) -> _Verified:
-    reports = found.reports
-    return _Verified(
-        found.path,
-        found.ok,
-        deep,
-        sum(each.files for each in reports),
-        sum(each.unread_files for each in reports),
-        sum(each.nbytes for each in reports),
-        sum(each.unread_nbytes for each in reports),
-        found.seconds,
-        seed,
-        [msgspec.to_builtins(each) | {"ok": each.ok} for each in reports],
-        found.skipped,
-    )
+    if not found.unread_files:
+        return f"{files}, {format_bytes(found.nbytes)} read"
+    total = format_bytes(found.nbytes + found.unread_nbytes)
+    read = f"{found.files - found.unread_files:,} of {files} read"
+    return f"{read}, {format_bytes(found.nbytes)} of {total}"
