@@ -8,7 +8,6 @@ import stat
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
@@ -220,7 +219,7 @@ async def _files(
     """Return the files of a step, by path relative to the folder of its items."""
     local = local_path(storage.location)
     if local is not None:
-        found = await run_in_thread(partial(_on_disk, local / step_dir))
+        found = await run_in_thread(partial(_on_disk, str(local / step_dir)))
     else:
         sizes = await storage.files(step_dir)
         known = {} if manifest is None else manifest.sizes
@@ -234,7 +233,7 @@ async def _files(
     return {path.removeprefix(start): each for path, each in found.items()}
 
 
-def _on_disk(folder: Path) -> dict[str, _SizedFile]:
+def _on_disk(folder: str) -> dict[str, _SizedFile]:
     try:
         return {
             path: _SizedFile(status.st_size, (status.st_dev, status.st_ino), status.st_nlink)
@@ -245,12 +244,12 @@ def _on_disk(folder: Path) -> dict[str, _SizedFile]:
         raise StorageError(f"{error.filename}: {error.strerror}", errno=error.errno) from error
 
 
-def _walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+def _walk(folder: str) -> Iterator[tuple[str, os.stat_result]]:
     for directory, _, names in os.walk(folder, onerror=_unless_gone):
+        below = directory[len(folder) + 1 :]
         for name in names:
-            path = Path(directory, name)
             try:
-                yield path.relative_to(folder).as_posix(), path.lstat()
+                yield os.path.join(below, name), os.lstat(os.path.join(directory, name))
             except FileNotFoundError:
                 continue
 
