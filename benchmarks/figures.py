@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from benchmarks.results import Sample
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, align: str = "---:") -> str:
-    """Returns a Markdown table whose first column is text."""
-    lines = [head, ["---", *[align] * (len(head) - 1)], *rows]
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], *, first: str = "---", align: str = "---:"
+) -> str:
+    """Returns a Markdown table; its first column is text, and the others are figures."""
+    lines = [head, [first, *[align] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from msgspec.structs import replace
 
-from benchmarks.fake_devices import devices_of
 from ckpt._engine.restore.destinations import Destination
 from ckpt._format.leaf_table import UNCHECKED, LeafEntry
 from ckpt._format.regions import whole
@@ -26,6 +25,7 @@ from ckpt._plan.targets import (
     reshape,
     resize,
 )
+from docs.explanation.scaling.fake_devices import devices_of
 
 MIB = 1 << 20
 

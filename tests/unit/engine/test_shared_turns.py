@@ -15,7 +15,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from msgspec.structs import replace
 
-from benchmarks.fake_devices import devices_of
 from ckpt._engine.restore.step_files import BlockReader
 from ckpt._events import Event, EventRecorder
 from ckpt._format.leaf_table import LeafEntry
@@ -33,6 +32,7 @@ from ckpt.errors import (
     CorruptCheckpointError,
     StorageError,
 )
+from docs.explanation.scaling.fake_devices import devices_of
 
 LIMIT = 60.0
 COUNT, MEMBERS = 4, 2

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.fake_devices import devices_of
 from ckpt._format.regions import Region
 from ckpt.errors import InvalidArgumentError
+from docs.explanation.scaling.fake_devices import devices_of
 
 Shape = tuple[int, ...]
 NAMES = ("a", "b", "c")

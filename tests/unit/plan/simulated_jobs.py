@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from msgspec.structs import replace
 
-from benchmarks.fake_devices import devices_of
 from ckpt._format.array_format import ArrayFormat
 from ckpt._job.division import Division, ProcessGroup
 from ckpt._plan.save_plan import SavePlan, plan_save
 from ckpt._plan.write_batches import Chunk
 from ckpt._tree.leaf_specs import LeafSpec
+from docs.explanation.scaling.fake_devices import devices_of
 
 KIB, MIB = 1 << 10, 1 << 20
 MOST_ELEMENTS = 20_000

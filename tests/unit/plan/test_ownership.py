@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from msgspec.structs import replace
 
-from benchmarks.fake_devices import devices_of
 from ckpt._format.array_format import choose_chunk
 from ckpt._job.division import Division, Ownership, Partitioner, ProcessGroup
 from ckpt._plan import save_plan
@@ -25,6 +24,7 @@ from ckpt._plan.save_plan import SavePlan, plan_save
 from ckpt._plan.write_batches import aligned, alignment_of, encoded_bound
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import InvalidArgumentError, UnsupportedLeafError
+from docs.explanation.scaling.fake_devices import devices_of
 from tests.unit.plan.simulated_jobs import KIB, MIB, Job, chunks_in, jobs
 
 Spec = PartitionSpec

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from msgspec.structs import replace
 
-from benchmarks.fake_devices import devices_of
 from ckpt._format.chunk_locations import region_of
 from ckpt._format.manifest import ItemEntry, Node
 from ckpt._format.manifest_head import digest
@@ -38,6 +37,7 @@ from ckpt._plan.write_batches import FileSpan
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt.errors import CheckpointError, CorruptCheckpointError
+from docs.explanation.scaling.fake_devices import devices_of
 from tests.unit.plan.simulated_jobs import MIB, Job, chunks_in, jobs, values_of
 
 NODES = [Node(kind="dict", keys=["a"], children=[0])]

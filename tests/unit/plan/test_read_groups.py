@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from benchmarks.fake_devices import devices_of
 from ckpt._format.regions import whole
 from ckpt._job.read_groups import ReadBatch, fill, grouping_of_all, groupings_of, shares_key
 from ckpt._plan.chunk_reads import ByteRange
 from ckpt._plan.slices import ArraySlice
 from ckpt._plan.targets import ArrayRead, ArrayTarget
+from docs.explanation.scaling.fake_devices import devices_of
 
 P = PartitionSpec
 SIZE = 40_000

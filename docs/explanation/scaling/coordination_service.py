@@ -1,4 +1,4 @@
-"""What it takes the processes of a job to agree, by the real code, in made-up time.
+"""A simulation of what it takes the processes of a job to agree: real code, in made-up time.
 
 Each process is a task with `Peers` of its own. What they share is a queue: one request after the
 other takes the time that was measured of the coordination service of jax. No process is started,

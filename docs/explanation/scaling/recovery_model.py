@@ -1,4 +1,4 @@
-"""How a job goes on that has lost hosts: who has which part, what goes where, how long. Pure.
+"""A model of how a job that has lost hosts continues: what goes where, and how long. Pure.
 
 Process `i` has part `i` of the state in the memory of its host, and process `i + distance` has a
 copy of it. A part is lost if both hosts are. A recovery is a list of transfers over links of known
@@ -22,6 +22,7 @@ __all__ = [
     "held",
     "numbered_anew",
     "pulls",
+    "rack_of",
     "ring",
     "seconds",
     "traffic",
@@ -63,6 +64,11 @@ class Traffic(NamedTuple):
     sent: list[float]
     received: list[float]
     store: float
+
+
+def rack_of(hosts: int) -> int:
+    """Returns how many hosts share a rack: eight, but half of a job of eight."""
+    return min(8, hosts // 2)
 
 
 def held(hosts: int, distance: int, lost: Collection[int]) -> list[set[int]]:

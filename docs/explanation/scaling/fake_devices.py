@@ -1,4 +1,4 @@
-"""Devices of jobs that are larger than any machine: enough of one to make meshes and shardings."""
+"""Simulated devices, for jobs larger than any machine: enough to make meshes and shardings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/explanation/scaling-tables.md has the simulated recoveries, and the simulation runs."""
+"""The model of jobs that lose hosts, and the simulation behind it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import coordination_service, pull_rate, recovery_report, recovery_simulation
-from benchmarks.coordination_service import RATE, Talk
-from benchmarks.recovery_model import chance_of_loss
-from benchmarks.recovery_report import END, LOSSES, START, Given, recovery, steady
-from benchmarks.recovery_simulation import HOSTS, cases_of, rack_of
-from benchmarks.scale_report import PAGE
-from benchmarks.scale_simulation import Case
+from docs.explanation.scaling import coordination_service, pull_rate, recovery_simulation
+from docs.explanation.scaling.coordination_service import RATE, Talk
+from docs.explanation.scaling.recovery_model import chance_of_loss, rack_of
+from docs.explanation.scaling.recovery_simulation import HOSTS, cases_of
+from docs.explanation.scaling.scale_report import LOSSES, Given, recovery, steady
+from docs.explanation.scaling.scale_simulation import Case
 
 FOUND = json.loads(recovery_simulation.RESULTS.read_text(encoding="utf-8"))
 JOBS = FOUND["jobs"]
@@ -32,10 +31,7 @@ JOB: dict[str, Any] = {
 SAID = 3 * (400 + 800) / 4
 
 
-def test_the_page_shows_what_was_recorded() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    shown = page.partition(START)[2].partition(END)[0]
-    assert shown.strip() == recovery_report.markdown(FOUND).strip()
+def test_every_job_is_recorded() -> None:
     assert [(job["name"], job["hosts"]) for job in JOBS] == [
         (case.name, hosts) for hosts in HOSTS for case in cases_of(hosts)
     ]
@@ -121,10 +117,10 @@ def test_copies_are_sent_and_received_by_all() -> None:
     found = steady(JOB, GIVEN)
     assert found["sent"] == found["received"] == pytest.approx(1e9 + 500 + SAID / 4)
     assert found["round"] == pytest.approx(1.5000005)
-    assert found["shares"][60] == pytest.approx(found["sent"] / 60 / GIVEN.nic)
+    assert found["share_60"] == pytest.approx(found["sent"] / 60 / GIVEN.nic)
     # Snapshots that come faster than copies are not all copied.
     slow = steady(JOB, Given(1e6))
-    assert slow["shares"][60] == pytest.approx(slow["sent"] / slow["round"] / GIVEN.nic)
+    assert slow["share_60"] == pytest.approx(slow["sent"] / slow["round"] / GIVEN.nic)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job['name']}, {job['hosts']}")

@@ -1,7 +1,7 @@
-"""The planner and the primary's work for jobs larger than any machine, by the real code.
+"""A simulation of jobs larger than any machine; the planner and the primary's work are real.
 
-    python -m benchmarks.scale_simulation           # every case; writes RESULTS
-    python -m benchmarks.scale_simulation --smoke   # a small one, only shown
+    python docs/explanation/scaling/scale_simulation.py           # every case; writes RESULTS
+    python docs/explanation/scaling/scale_simulation.py --smoke   # a small one, only shown
 
 Devices are made up. One process plans its own share by the real planner; the records of all
 processes hold as many chunks as the plan says, with made-up digests, and are packed, read, joined,
@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.fake_devices import devices_of
 from ckpt._format.manifest import ItemEntry, Manifest, decode, encode
 from ckpt._format.manifest_head import FileEntry, digest
 from ckpt._format.ocdbt import DatabaseIndex
@@ -38,8 +37,9 @@ from ckpt._job.process_reports import (
 from ckpt._plan.item_reports import ROW, ChunkTable, ItemReport, PlannedTree
 from ckpt._plan.save_plan import WHOLE, SavePlan, plan_save
 from ckpt._tree.leaf_specs import LeafSpec
+from docs.explanation.scaling.fake_devices import devices_of
 
-RESULTS = Path(__file__).parent.parent / "docs" / "explanation" / "scaling" / "simulation.json"
+RESULTS = Path(__file__).with_name("simulation.json")
 DEVICES_EACH = 8
 BUDGET = 4 << 30
 
@@ -188,7 +188,7 @@ def _peak_bytes() -> int:
 
 def main() -> None:
     """Runs every case in a process of its own, since the peak of memory is that of a process."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale_simulation")
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--smoke", action="store_true", help="one small case, only shown")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -198,11 +198,10 @@ def main() -> None:
         return
     done = []
     for number in range(len(CASES)):
-        command = [sys.executable, "-m", "benchmarks.scale_simulation", "--case", str(number)]
+        command = [sys.executable, __file__, "--case", str(number)]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         sys.stdout.write(output)
         done.append(json.loads(output))
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
 
 

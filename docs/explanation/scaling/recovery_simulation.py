@@ -1,12 +1,12 @@
-"""Jobs of 8 to 1,000 hosts that lose some: what the real code makes and says then.
+"""A simulation: what the real code does in jobs of 8 to 1,000 hosts that lose some.
 
-    python -m benchmarks.recovery_simulation           # every job; writes RESULTS
-    python -m benchmarks.recovery_simulation --smoke   # a small one, only shown
+    python docs/explanation/scaling/recovery_simulation.py           # every job; writes RESULTS
+    python docs/explanation/scaling/recovery_simulation.py --smoke   # a small one, only shown
 
 Devices are made up, as in `scale_simulation`. The planner makes the part of a process, as it is in
 the memory of a host and in the root, and the manifest of each; the processes agree by the real code
 in made-up time (`coordination_service`); which losses cost a part is tried with random hosts.
-`recovery_report` makes times and bytes of it.
+`scale_report` makes times and bytes of it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,31 @@ import random
 import sys
 import time
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
-from benchmarks import coordination_service, pull_rate
-from benchmarks.coordination_service import Talk
-from benchmarks.recovery_model import held, pulls
-from benchmarks.scale_simulation import BUDGET, DEVICES_EACH, Case, manifest_of, run, specs_of
-from benchmarks.scale_simulation import RESULTS as SCALING
 from ckpt._format.manifest import ItemEntry, decode, encode
 from ckpt._format.manifest_head import OWN_DISKS, digest
 from ckpt._job.division import Division, ProcessGroup
 from ckpt._job.processes import _MOST_HANDED_BYTES as MOST_HANDED_BYTES
 from ckpt._plan.item_reports import ChunkTable, ItemReport, PlannedTree
 from ckpt._plan.save_plan import plan_save
+from docs.explanation.scaling import coordination_service, pull_rate
+from docs.explanation.scaling.coordination_service import Talk
+from docs.explanation.scaling.recovery_model import held, pulls, rack_of
+from docs.explanation.scaling.scale_simulation import (
+    BUDGET,
+    DEVICES_EACH,
+    Case,
+    manifest_of,
+    run,
+    specs_of,
+)
 
-RESULTS = SCALING.with_name("recovery.json")
+RESULTS = Path(__file__).with_name("recovery.json")
 HOSTS = (8, 64, 256, 1000)
 # Random hosts that are lost at once, and how often that is tried.
 LOST = (2, 4, 8, 16, 32)
@@ -63,11 +70,6 @@ def cases_of(hosts: int) -> list[Case]:
         Case("1 TB", hosts, all_devices, 60, 60, 1_024_000),
         Case("replicas", hosts, replica, 64, 64, 1024 * replica),
     ]
-
-
-def rack_of(hosts: int) -> int:
-    """Returns how many hosts share a rack: eight, but half of a job of eight."""
-    return min(8, hosts // 2)
 
 
 def simulated(case: Case) -> dict[str, Any]:
@@ -132,7 +134,7 @@ def _from_root(hosts: int, handed: int) -> Talk:
 
 def main() -> None:
     """Simulates every job."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery_simulation")
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="one small job, only shown")
     if parser.parse_args().smoke:
         sys.stdout.write(json.dumps(simulated(cases_of(16)[0])) + "\n")

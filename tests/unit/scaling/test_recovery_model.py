@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.recovery_model import (
+from docs.explanation.scaling.recovery_model import (
     STORE,
     Links,
     Transfer,

@@ -1,4 +1,4 @@
-"""How fast a host fetches a part of a snapshot from another one, by the library's own code.
+"""A constant of the models, measured: how fast a host fetches a part of a snapshot from another.
 
 Both ends are on this machine, over loopback: a process serves a part from a folder of /dev/shm, and
 this one fetches it into another, compares its digests, and publishes it.
