@@ -189,33 +189,6 @@ def rate_text(rate: float | None) -> str:
     return "-" if rate is None else f"{format_bytes(round(rate))}/s"
 
 
-_SIZES: dict[str, int] = {
-    "": 1,
-    "b": 1,
-    **{f"{unit}ib": 1 << (10 * n) for n, unit in enumerate("kmgt", 1)},
-    **{f"{unit}b": 1000**n for n, unit in enumerate("kmgt", 1)},
-}
-_SIZE = re.compile(r"^([0-9]+(?:\.[0-9]*)?)\s*([a-zA-Z]*)\Z")
-
-
-class ByteSize(click.ParamType[int]):
-    """A click type for numbers of bytes such as `1GiB` or `500MB`."""
-
-    name = "size"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        """Return the number of bytes."""
-        if isinstance(value, int):
-            return value
-        found = _SIZE.match(str(value).strip())
-        unit = _SIZES.get(found[2].lower()) if found else None
-        if found is None or unit is None or not float(found[1]) or len(found[1]) > 20:
-            self.fail(f"{value!r} is no size such as 512MiB or 1GiB.", param, ctx)
-        return round(float(found[1]) * unit)
-
-
 _GAP = "  "
 _LEAST_WIDTH = 6
 

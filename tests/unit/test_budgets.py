@@ -47,7 +47,7 @@ LINES = {
     "_tiers": 4901,
     "_tree": 1470,
     "_vitals": 1300,
-    "cli": 2339,
+    "cli": 2320,
     "extensions": 81,
     "handlers": 1330,
     "keep": 625,
