@@ -116,6 +116,7 @@ def test_a_walk_goes_up_only_where_it_is_meant_to(name: str) -> None:
     assert [step for step in steps if FLOOR_OF[step[0]] < FLOOR_OF[step[1]]] == UP[name]
 
 
+@pytest.mark.disk
 @pytest.mark.parametrize("name", MOST_FRAMES)
 def test_a_save_and_a_restore_go_the_walks(name: str, tmp_path: Path) -> None:
     state = {"w": jnp.arange(float(1 << 20)), "n": 3}

@@ -97,7 +97,7 @@ def test_a_drain_that_was_cut_goes_on_with_the_files_that_are_whole(
     (left,) = attempts(far)
     whole = sizes_below(near / "1")
     copied = {path: size for path, size in sizes_below(far / left).items() if size > 100_000}
-    assert 3 <= len(copied) <= 5
+    assert 1 <= len(copied) <= 5
     assert copied.items() <= whole.items()
     with ckpt.sync.CheckpointManager(far, mode="r") as mgr:
         assert mgr.all_steps() == []
