@@ -113,7 +113,7 @@ def test_a_script_ends_promptly_and_loses_no_save(
     expected = SCRIPTS[scenario]
     root, code, seconds, errors = ended[scenario]
     assert code == expected.code, errors
-    assert seconds < 15, "the script hung at its end"
+    assert seconds < 60, "the script hung at its end"
     if expected.steps:
         left = set(expected.steps)
         assert names(root) > left if expected.leaves else names(root) == left
