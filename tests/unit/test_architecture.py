@@ -314,7 +314,6 @@ def test_threads_are_asked_for_in_one_place() -> None:
         "ckpt._inspection.leaf_records",
         "ckpt._inspection.norms",
         "ckpt._inspection.divergence",
-        "ckpt._inspection.restores.explanation",
         "ckpt._inspection.save_times",
         "ckpt._inspection.followed_run",
         "ckpt._inspection.disk",
