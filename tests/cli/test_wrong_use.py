@@ -242,6 +242,8 @@ def test_a_command_that_there_is_not_leads_to_the_right_one() -> None:
     for name, command in commands.RENAMED.items():
         check_refused(ckpt_command(name, "runs"), 2, f"{name!r}: use 'ckpt {command}'")
         assert command.split()[0] in commands.NAMES
+    check_refused(ckpt_command("du", "runs"), 2, "use 'ckpt ls --by-size'")
+    check_refused(ckpt_command("unpin", "runs"), 2, "use 'ckpt pin --remove'")
     assert ckpt_command().status == 2
     assert ckpt_command("--help").status == 0
     assert ckpt_command("--version").out.startswith("ckpt ")
