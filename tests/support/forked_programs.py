@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -222,6 +223,8 @@ def _be_a_nursery(control: socket.socket) -> None:
     """Fork for every request; return in a child, and in the nursery when nobody is there to ask."""
     for name in (*_LIBRARIES, *_modules_of_ckpt()):
         importlib.import_module(name)
+    # A collection in a child, such as that at its end, would copy all the memory that they share.
+    gc.freeze()
     assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1
     # The system reaps the keepers.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
