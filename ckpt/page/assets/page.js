@@ -143,7 +143,7 @@ async function showRun() {
   byId("root").textContent = run.listing.root;
   showAbout();
   // The metric by which the policy ranks steps comes first.
-  const ranked = (run.listing.keeps || "").split(", ").flatMap((rule) => rule.match(/^best (.*)$/)?.slice(1) || []);
+  const ranked = (run.listing.keeps || "").split(", ").flatMap((rule) => rule.match(/^best (?:[0-9]+ )?(.*)$/)?.slice(1) || []);
   const isRanked = (name) => ranked.includes(name);
   const metrics = [...new Set(steps.flatMap((each) => Object.keys(each.metrics)))]
     .sort().sort((a, b) => isRanked(b) - isRanked(a));
