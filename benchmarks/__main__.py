@@ -7,15 +7,12 @@ import os
 import sys
 import tempfile
 import traceback
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import charts, machine, picture, report, scenarios
+from benchmarks import pictures, report, scenarios
 from benchmarks.peers import PEERS
-from benchmarks.processes import cpu_devices, in_new_process
-from benchmarks.results import Results
-from benchmarks.rounds import Setting
+from benchmarks.rounds import Setting, cpu_devices, default_dir, in_new_process
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,42 +29,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     publishes = not (chosen.out or chosen.workload or chosen.peer or chosen.smoke)
     folder = report.RESULTS.parent if publishes else chosen.out
     with (
-        tempfile.TemporaryDirectory(prefix="bench-", dir=chosen.dir or default_dir()) as place,
+        tempfile.TemporaryDirectory(prefix="bench-", dir=chosen.dir) as place,
         cpu_devices(1),
     ):
-        facts = in_new_process(machine.facts, Path(place))
-        if facts["file_system"] == "tmpfs":
-            sys.stderr.write("warning: tmpfs has no disk behind it; fsync costs nothing there\n")
-        done, failed = scenarios.run_all(
-            chosen.workload or list(scenarios.SCENARIOS),
-            Setting(tuple(peers), 1, chosen.smoke, Path(place)),
-            scenarios.Amount(chosen.smoke, chosen.quick, chosen.rounds),
+        run, failed = scenarios.measured(
+            {name: scenarios.SCENARIOS[name] for name in chosen.workload or scenarios.SCENARIOS},
+            Setting(tuple(peers), chosen.rounds or 0, chosen.smoke, Path(place)),
+            quick=chosen.quick,
         )
-        run = Results(chosen.smoke, datetime.now(UTC).date().isoformat(), facts, done)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             # Of the record behind the page, a run that failed somewhere replaces nothing.
             run.write(folder / ("incomplete.json" if publishes and failed else "results.json"))
-            if not _draw(folder, Path(place, picture.NAME), chosen.smoke):
-                failed.append(picture.NAME)
+            try:
+                in_new_process(pictures.draw_one_save, folder, Path(place, "save"), chosen.smoke)
+            except Exception:
+                traceback.print_exc()
+                failed.append("picture")
     sys.stdout.write(report.markdown(run))
     if publishes and not failed:
         report.publish(run, report.PAGE)
     elif chosen.out is not None:
-        charts.draw(run, chosen.out)
+        pictures.draw(run, chosen.out)
         (chosen.out / "results.md").write_text(report.markdown(run), encoding="utf-8")
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
-
-
-def _draw(folder: Path, directory: Path, smoke: bool) -> bool:
-    """Draws the picture of one save; tells whether that worked."""
-    try:
-        in_new_process(picture.draw, folder, directory, smoke)
-    except Exception:
-        traceback.print_exc()
-        return False
-    return True
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -81,8 +67,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, help="folder for results.json, results.md and charts; default: a "
         f"run of everything goes to {report.PAGE} and {report.RESULTS.parent}, another one is "
         "only shown")  # fmt: skip
-    add("--dir", type=Path, help="write checkpoints inside a temporary folder here; default: "
-        "the disk of the working directory")  # fmt: skip
+    add("--dir", type=Path, default=default_dir(), help="write checkpoints inside a temporary "
+        "folder here; default: the disk of the working directory")  # fmt: skip
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="real sizes, few rounds: 15 minutes")
     size.add_argument(
@@ -92,12 +78,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if chosen.rounds is not None and chosen.rounds < 1:
         parser.error("--rounds: at least 1")
     return chosen
-
-
-def default_dir() -> Path:
-    """Returns the system's temporary folder if it is on this disk, else the working directory."""
-    temporary, here = Path(tempfile.gettempdir()), Path.cwd()
-    return temporary if temporary.stat().st_dev == here.stat().st_dev else here
 
 
 def _available(names: Sequence[str] | None) -> list[str]:

@@ -1,23 +1,17 @@
 """Models of others: adopted, loaded onto devices, converted and merged, beside the disk alone.
 
-    python -m benchmarks.foreign [--rounds N] [--dir DISK] [--page PAGE] [--smoke]
-
 Every measurement is a new process. What is compared takes turns, and each round begins with the
 other one. Disks are read and written past the page cache, as the library does it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import mmap
 import os
 import shutil
 import statistics
 import struct
-import sys
-import tempfile
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -25,30 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import figures
-from benchmarks.processes import cpu_devices, in_new_process
+from benchmarks.memory import Sampler
+from benchmarks.rounds import cpu_devices, in_new_process, in_new_processes
+from benchmarks.tables import size, table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping
 
-START, END = "<!-- foreign:start -->", "<!-- foreign:end -->"
 GIB, MIB = 1 << 30, 1 << 20
 BUDGET = 256 * MIB
 _DEVICES = 8
 _PIECE = 16 * MIB
-
-
-class Sizes:
-    """How large everything is."""
-
-    def __init__(self, *, smoke: bool) -> None:
-        """Use tiny sizes if it is only to be seen that it runs."""
-        self.sparse_files = 2 if smoke else 20
-        self.sparse_bytes = MIB if smoke else 5 * GIB
-        self.model_arrays = 2 if smoke else 32
-        self.stored_arrays = 2 if smoke else 128
-        # Arrays of 32 MiB.
-        self.side = 64 if smoke else 2896
 
 
 def sparse_model(folder: Path, files: int, nbytes: int) -> None:
@@ -108,26 +89,22 @@ def load(path: Path, how: str) -> dict[str, float]:
     from jax.sharding import PartitionSpec as P
 
     rows = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
-    with Peak() as peak:
-        began = time.perf_counter()
-        if how == "ckpt":
-            import ckpt.sync
+    began = time.perf_counter()
+    if how == "ckpt":
+        import ckpt.sync
 
-            target = ckpt.sync.metadata(path).target(lambda leaf: rows)
-            found = ckpt.sync.load(path, like=target)
-        else:
-            from safetensors.flax import load_file
+        target = ckpt.sync.metadata(path).target(lambda leaf: rows)
+        found = ckpt.sync.load(path, like=target)
+    else:
+        from safetensors.flax import load_file
 
-            found = {name: jax.device_put(each, rows) for name, each in load_file(path).items()}
-        jax.block_until_ready(found)
-        seconds = time.perf_counter() - began
-    nbytes = sum(each.nbytes for each in jax.tree.leaves(found))
-    return {"seconds": seconds, "over": peak.grown - nbytes}
+        found = {name: jax.device_put(each, rows) for name, each in load_file(path).items()}
+    jax.block_until_ready(found)
+    return {"seconds": time.perf_counter() - began}
 
 
 def save_steps(folder: Path, arrays: int, side: int) -> None:
     """Saves two steps with the same leaves."""
-    import ckpt
     import ckpt.sync
 
     value = np.random.default_rng(0).standard_normal((side, side), np.float32)
@@ -151,15 +128,17 @@ def convert(folder: Path, how: str) -> dict[str, float]:
         source = {folder / "1": 0.5, folder / "2": 0.5}
     target = folder / "converted"
     format: Any = "ckpt" if how == "merge" else how
-    with Peak() as peak:
+    with Sampler() as sampler:
+        before = sampler.start()["total"]
         began = time.perf_counter()
-        done = ckpt.sync.convert(source, target, format=format, budget_bytes=BUDGET)
+        ckpt.sync.convert(source, target, format=format, budget_bytes=BUDGET)
         seconds = time.perf_counter() - began
+        grown = sampler.stop()["total"] - before
     if target.is_dir():
         shutil.rmtree(target)
     else:
         target.unlink()
-    return {"seconds": seconds, "grown": peak.grown, "nbytes": done.nbytes}
+    return {"seconds": seconds, "grown": grown}
 
 
 def disk(folder: Path, nbytes: int) -> dict[str, float]:
@@ -188,149 +167,77 @@ def slices(folder: Path) -> dict[str, float]:
 
     array = ckpt.sync.open_array(folder / "1", "w001")
     before = _bytes_read()
-    rows = array[5:7]
-    return {"read": _bytes_read() - before, "nbytes": rows.nbytes, "whole": array.nbytes}
+    assert array[5:7].any()
+    return {"read": _bytes_read() - before, "whole": array.nbytes}
 
 
-class Peak:
-    """How far the memory of this process grows while the body runs."""
+def foreign(place: Path, *, rounds: int = 5, smoke: bool = False) -> str:
+    """Returns how fast models of others are read, converted and merged."""
+    rows: list[tuple[str, str, str, str]] = []
 
-    def __enter__(self) -> Peak:
-        self.grown = 0
-        self._before = _resident()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
+    def row(work: str, measured: str, goal: str, is_met: bool) -> None:
+        rows.append((work, measured, goal, "met" if is_met else "missed"))
 
-    def _watch(self) -> None:
-        while not self._ended.wait(0.005):
-            self.grown = max(self.grown, _resident() - self._before)
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        self.grown = max(self.grown, _resident() - self._before)
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-
-def measure(place: Path, rounds: int, *, smoke: bool) -> list[list[str]]:
-    """Returns the rows of the table."""
-    sizes = Sizes(smoke=smoke)
-    rows = []
-
-    sparse_model(place / "sparse", sizes.sparse_files, sizes.sparse_bytes)
+    # Of all arrays of 32 MiB; tiny ones where it is only to be seen that it runs.
+    side = 64 if smoke else 2896
+    sparse_model(place / "sparse", 2 if smoke else 20, MIB if smoke else 5 * GIB)
     found = _medians({"adopt": partial(adopt, place / "sparse")}, rounds)["adopt"]
-    rows.append(
-        [
-            f"adopt {figures.size(int(found['nbytes']))} of safetensors (sparse files)",
-            f"{found['seconds']:.2f} s, {figures.size(int(found['read']))} read",
-            "under 2 s, no byte of data",
-            _met(found["seconds"] < 2 and found["read"] < MIB),
-        ]
+    row(
+        f"adopt {size(int(found['nbytes']))} of safetensors (sparse files)",
+        f"{found['seconds']:.2f} s, {size(int(found['read']))} read",
+        "under 2 s, no byte of data",
+        found["seconds"] < 2 and found["read"] < MIB,
     )
 
     path = place / "model.safetensors"
-    in_new_process(save_model, path, sizes.model_arrays, sizes.side)
+    in_new_process(save_model, path, 2 if smoke else 32, side)
     with cpu_devices(_DEVICES):
         both = _medians({how: partial(load, path, how) for how in ("ckpt", "peer")}, rounds)
-    ours, theirs = both["ckpt"], both["peer"]
-    rows.append(
-        [
-            f"load {_size(path.stat().st_size)} of safetensors onto {_DEVICES} devices",
-            f"{ours['seconds']:.2f} s; `load_file` and `device_put` {theirs['seconds']:.2f} s",
-            "as fast",
-            _met(ours["seconds"] <= theirs["seconds"]),
-        ]
+    ours, theirs = both["ckpt"]["seconds"], both["peer"]["seconds"]
+    row(
+        f"load {path.stat().st_size / GIB:.1f} GiB of safetensors onto {_DEVICES} devices",
+        f"{ours:.2f} s; `load_file` and `device_put` {theirs:.2f} s",
+        "as fast",
+        ours <= theirs,
     )
     path.unlink()
 
-    folder = place / "run"
-    in_new_process(save_steps, folder, sizes.stored_arrays, sizes.side)
-    nbytes = sizes.stored_arrays * sizes.side * sizes.side * 4
-    calls: dict[str, Callable[[], dict[str, float]]] = {
-        how: partial(convert, folder, how) for how in ("ckpt", "safetensors", "zarr", "merge")
-    }
-    calls["disk"] = partial(disk, place, nbytes)
-    by = _medians(calls, rounds)
-    for how in ("ckpt", "safetensors", "zarr", "merge"):
+    folder, arrays = place / "run", 2 if smoke else 128
+    in_new_process(save_steps, folder, arrays, side)
+    nbytes = arrays * side * side * 4
+    works = {how: f"convert to {how}" for how in ("ckpt", "safetensors", "zarr")}
+    works["merge"] = "merge two checkpoints"
+    calls = {how: partial(convert, folder, how) for how in works}
+    by = _medians({**calls, "disk": partial(disk, place, nbytes)}, rounds)
+    for how, work in works.items():
         # The disk alone reads everything, and then writes it.
         alone = by["disk"]["read"] * (2 if how == "merge" else 1) + by["disk"]["write"]
         share = alone / by[how]["seconds"]
-        what = "merge two checkpoints" if how == "merge" else f"convert to {how}"
-        rows.append(
-            [
-                f"{what}, {_size(nbytes)} each",
-                f"{by[how]['seconds']:.1f} s; the disk alone {alone:.1f} s: {share:.2f}",
-                "0.8",
-                _met(share >= 0.8),
-            ]
+        row(
+            f"{work}, {nbytes / GIB:.1f} GiB each",
+            f"{by[how]['seconds']:.1f} s; the disk alone {alone:.1f} s: {share:.2f}",
+            "0.8",
+            share >= 0.8,
         )
         grown = int(by[how]["grown"])
-        rows.append(
-            ["", f"memory grows by {figures.size(grown)}", "256 MiB", _met(grown <= BUDGET)]
-        )
+        row("", f"memory grows by {size(grown)}", "256 MiB", grown <= BUDGET)
 
     one = in_new_process(slices, folder)
-    rows.append(
-        [
-            f"two rows of an array of {figures.size(int(one['whole']))}",
-            f"{figures.size(int(one['read']))} read",
-            "the chunks that they touch",
-            _met(one["read"] <= one["whole"] + MIB),
-        ]
+    row(
+        f"two rows of an array of {size(int(one['whole']))}",
+        f"{size(int(one['read']))} read",
+        "the chunks that they touch",
+        one["read"] <= one["whole"] + MIB,
     )
-    return rows
+    text = table(("work", "measured", "goal", ""), rows)
+    return f"{text}\n\nMedians of {rounds} rounds, each in a new process."
 
 
 def _medians(
-    calls: dict[str, Callable[[], dict[str, float]]], rounds: int
+    calls: Mapping[str, Callable[[], dict[str, float]]], rounds: int
 ) -> dict[str, dict[str, float]]:
     """Returns the medians of what calls give, each in a process of its own, in turns."""
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in calls}
-    for turn in range(rounds):
-        names = list(calls) if turn % 2 else list(reversed(calls))
-        for name in names:
-            found = in_new_process(calls[name])
-            samples[name].append(found)
-            told = "  ".join(f"{what} {value:.4g}" for what, value in found.items())
-            sys.stderr.write(f"{name}, round {turn + 1}/{rounds}: {told}\n")
     return {
         name: {what: statistics.median(each[what] for each in found) for what in found[0]}
-        for name, found in samples.items()
+        for name, found in in_new_processes(calls, rounds).items()
     }
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB"
-
-
-def _met(is_met: bool) -> str:
-    return "met" if is_met else "missed"
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, and prints a Markdown table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.foreign", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="a directory on the disk")
-    parser.add_argument("--page", type=Path, help="the page whose table is made anew")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes: shows that it runs")
-    chosen = parser.parse_args(arguments)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    with tempfile.TemporaryDirectory(prefix="foreign-", dir=chosen.dir) as place:
-        rows = measure(Path(place), chosen.rounds, smoke=chosen.smoke)
-    text = figures.table(("work", "measured", "goal", ""), rows)
-    text += f"\n\nMedians of {chosen.rounds} rounds, each in a new process."
-    sys.stdout.write(f"{text}\n")
-    if chosen.page and not chosen.smoke:
-        figures.write_between(chosen.page, START, END, text)
-    if chosen.smoke:
-        sys.stdout.write("\n**Smoke run: sizes are tiny, the figures mean nothing.**\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,24 +1,26 @@
 """What formats cost and save: 512 MiB of three kinds of values in several formats.
 
-Prints a table: `python -m benchmarks.formats [directory]`. Best of three saves after a first one,
-and of three restores from the page cache.
+Best of three saves after a first one, and of three restores from the page cache.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import ckpt
+from benchmarks.rounds import timed_commit
+from benchmarks.tables import table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
 
 MIB = 1 << 20
 LEAVES = 32
@@ -26,25 +28,25 @@ SAVES = RESTORES = 3
 Array = np.ndarray[Any, Any]
 
 
-def random_bits(random: np.random.Generator, count: int) -> Array:
+def _random_bits(random: np.random.Generator, count: int) -> Array:
     return random.integers(0, 1 << 32, count, np.uint32).view(np.float32)
 
 
-def normal(random: np.random.Generator, count: int) -> Array:
+def _normal(random: np.random.Generator, count: int) -> Array:
     return random.standard_normal(count, np.float32)
 
 
-def half_zeros(random: np.random.Generator, count: int) -> Array:
+def _half_zeros(random: np.random.Generator, count: int) -> Array:
     """Every other value zero, the others of few bits, as weights are that came from bfloat16."""
-    values = normal(random, count)
+    values = _normal(random, count)
     values[::2] = 0
     return values.astype(jnp.bfloat16).astype(np.float32)
 
 
 VALUES: Mapping[str, Callable[[np.random.Generator, int], Array]] = {
-    "random bits": random_bits,
-    "normal": normal,
-    "half zeros": half_zeros,
+    "random bits": _random_bits,
+    "normal": _normal,
+    "half zeros": _half_zeros,
 }
 FORMATS = {
     "none": ckpt.ArrayFormat(),
@@ -55,18 +57,29 @@ FORMATS = {
 }
 
 
-def measure(tree: Any, array_format: ckpt.ArrayFormat, directory: str) -> str:
+def formats(place: Path) -> str:
+    """Returns what each format costs and saves for each kind of values."""
+    rows = []
+    for kind, make in VALUES.items():
+        random = np.random.default_rng(0)
+        tree = jax.block_until_ready(
+            {f"w{n}": jnp.asarray(make(random, 4 * MIB)).reshape(-1, 1024) for n in range(LEAVES)}
+        )
+        for name, array_format in FORMATS.items():
+            rows.append((kind, name, *_measured(tree, array_format, place / "run")))
+            shutil.rmtree(place / "run")
+    head = ("values", "format", "blocked", "durable", "size", "restore")
+    return table(head, rows, align="---")
+
+
+def _measured(tree: Any, array_format: ckpt.ArrayFormat, directory: Path) -> tuple[str, ...]:
     """Return blocked time, time until durable, size and restore time, as cells of a table."""
     saves, restores = [], []
     dtype = array_format.dtype or np.float32
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), tree)
     with ckpt.sync.CheckpointManager(directory, formats={"**": array_format}) as manager:
         for step in range(SAVES + 1):
-            began = time.perf_counter()
-            commit = manager.save(step, tree)
-            returned = time.perf_counter()
-            commit.result()
-            saves.append((returned - began, time.perf_counter() - began))
+            saves.append(timed_commit(partial(manager.save, step, tree))[:2])
             # The memory is warmed in the pause after a save.
             time.sleep(0.3)
             if step < SAVES:
@@ -76,31 +89,12 @@ def measure(tree: Any, array_format: ckpt.ArrayFormat, directory: str) -> str:
             found = jax.block_until_ready(manager.restore(like=like))
             restores.append(time.perf_counter() - began)
             del found
-        top = f"{directory}/{SAVES}"
-        size = sum(
-            os.path.getsize(f"{at}/{name}") for at, _, names in os.walk(top) for name in names
-        )
-    blocked = 1e3 * min(blocked for blocked, _ in saves[1:])
-    durable = min(durable for _, durable in saves[1:])
-    return f"{blocked:.0f} ms | {durable:.2f} s | {size / MIB:.0f} MiB | {min(restores):.2f} s"
-
-
-def main() -> None:
-    top = sys.argv[1] if len(sys.argv) > 1 else None
-    print("| values | format | blocked | durable | size | restore |\n|---|---|---|---|---|---|")
-    for kind, make in VALUES.items():
-        random = np.random.default_rng(0)
-        tree = {
-            f"w{n}": jnp.asarray(make(random, 4 * MIB)).reshape(-1, 1024) for n in range(LEAVES)
-        }
-        for name, array_format in FORMATS.items():
-            directory = tempfile.mkdtemp(dir=top)
-            try:
-                cells = measure(jax.block_until_ready(tree), array_format, directory)
-            finally:
-                shutil.rmtree(directory)
-            print(f"| {kind} | {name} | {cells} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        files = (directory / str(SAVES)).rglob("*")
+        size = sum(file.stat().st_size for file in files if file.is_file())
+    blocked, durable = (min(each) for each in zip(*saves[1:], strict=True))
+    return (
+        f"{1e3 * blocked:.0f} ms",
+        f"{durable:.2f} s",
+        f"{size / MIB:.0f} MiB",
+        f"{min(restores):.2f} s",
+    )

@@ -1,7 +1,7 @@
 """Cost as work grows: save and restore against bytes, and against leaves.
 
 Every point is measured as a workload is. A measure is called `save@N`, where N is the number of
-bytes or of leaves; `benchmarks.fit` draws a line through them.
+bytes or of leaves. A line through the points tells what one more GiB or leaf costs.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import jax
+import numpy as np
 
 from benchmarks import workloads
-from benchmarks.results import Scenario
 from benchmarks.rounds import Log, Setting, in_turn, opened
 from benchmarks.throughput import save_and_restore
-from benchmarks.trees import size_bytes
+from benchmarks.workloads import size_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+
+    from benchmarks.results import Sample, Scenario
 
 KIND = "growth"
 _MIB = 1 << 20
@@ -85,29 +86,60 @@ def run(setting: Setting, axis: Axis) -> Scenario:
     """Returns the samples of every point; call it in a fresh process."""
     points = axis.smoke_points if setting.smoke else axis.points
     log = Log(axis.name, setting.rounds)
-    leaves = size = 0
-    with opened(setting.only("ckpt", "orbax"), setting.directory) as running:
+    with opened(setting.both, setting.directory) as running:
         for place, point in enumerate(points):
             gc.collect()
-            tree = workloads.make(axis.shapes(point))
-            leaves, size = len(jax.tree.leaves(tree)), size_bytes(tree)
+            shapes = axis.shapes(point)
+            tree = workloads.make(shapes)
             for turn in range(setting.rounds + 1):
                 for name, peer in in_turn(running, turn):
                     if point > axis.limits.get(name, point):
                         continue
                     step = place * 1_000 + turn
                     # Compared at the small sizes only: it takes as long as the rest.
-                    check = turn == 0 and size <= 256 * _MIB
+                    check = turn == 0 and size_bytes(tree) <= 256 * _MIB
                     tree, seconds = save_and_restore(peer, tree, step, check=check)
                     peer.delete(step)
                     log.add(turn, name, {f"{key}@{point}": each for key, each in seconds.items()})
             del tree
-    return Scenario(
-        name=axis.name,
-        kind=KIND,
-        summary=f"up to this much of {axis.summary}",
-        leaves=leaves,
-        size_bytes=size,
-        measures=log.samples(),
-        facts={"points": float(len(points))},
+    summary = f"up to this much of {axis.summary}"
+    return log.result(KIND, summary, shapes, points=float(len(points)))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """`seconds = intercept + slope * amount`, and how much of the variance it explains."""
+
+    slope: float
+    intercept: float
+    r_squared: float
+
+
+def samples_at(scenario: Scenario, row: str, measure: str) -> dict[int, Sample]:
+    """Returns the samples `measure@N` of a row by N, ascending."""
+    measures: Mapping[str, Sample] = scenario.measures.get(row, {})
+    split = ((name.split("@"), sample) for name, sample in measures.items() if "@" in name)
+    return dict(sorted((int(at), sample) for (name, at), sample in split if name == measure))
+
+
+def line(amounts: Sequence[float], seconds: Sequence[float]) -> Line:
+    """Returns the least-squares line of at least two points.
+
+    Errors count relative to the seconds (weights of 1/seconds squared): the noise of a timing grows
+    with it, and otherwise the largest point alone would decide about the intercept.
+    """
+    x, y = np.array(amounts, float), np.array(seconds, float)
+    slope, intercept = np.polyfit(x, y, 1, w=1 / y)
+    left, variance = (
+        np.average((y - other) ** 2, weights=y**-2)
+        for other in (intercept + slope * x, np.average(y, weights=y**-2))
     )
+    return Line(float(slope), float(intercept), float(1 - left / variance) if variance else 1.0)
+
+
+def line_of(scenario: Scenario, row: str, measure: str) -> Line | None:
+    """Returns the line through the medians of a row, or None with fewer than two points."""
+    found = samples_at(scenario, row, measure)
+    if len(found) < 2:
+        return None
+    return line(list(found), [sample.median for sample in found.values()])

@@ -1,7 +1,5 @@
 """What integrity costs: saves and restores with and without digests, and how fast `verify` is.
 
-    python -m benchmarks.integrity [--rounds N] [--dir DISK] [--memory TMPFS] [--page PAGE]
-
 The library has no switch for its digests, so they are taken out of it here, in this process. Both
 ways take turns on the same state, and each round begins with the other one. TensorStore's zarr
 driver writes and reads the same bytes with and without its `crc32c` codec, for comparison.
@@ -9,9 +7,7 @@ driver writes and reads the same bytes with and without its `crc32c` codec, for 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
 import shutil
 import statistics
 import sys
@@ -28,18 +24,18 @@ import numpy as np
 import tensorstore as ts  # noqa: TID251
 
 import ckpt.sync
-from benchmarks import figures, pagecache, workloads
-from benchmarks.managers import CkptPeer
-from benchmarks.processes import cpu_devices, in_new_process
-from benchmarks.rounds import settle
-from benchmarks.trees import size_bytes
+from benchmarks import workloads
+from benchmarks.peers import CkptPeer
+from benchmarks.results import file_system
+from benchmarks.rounds import cpu_devices, drop, in_new_process, in_turn, settle, warm
+from benchmarks.tables import size, table, value
+from benchmarks.workloads import size_bytes
 from ckpt._engine.restore.destinations import check_chunk
 from ckpt._format.manifest_head import digest, new_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-START, END = "<!-- integrity:start -->", "<!-- integrity:end -->"
 # A restore, or a save, may take so much longer with digests.
 GOAL_ON_DISK, GOAL_IN_MEMORY = 0.10, 0.30
 _WITH, _WITHOUT = "with", "without"
@@ -73,20 +69,33 @@ Round = dict[tuple[str, str], Cost]
 Samples = dict[str, dict[str, list[Cost]]]
 
 
-def measure(states: Sequence[str], directory: Path, rounds: int, smoke: bool) -> list[list[str]]:
+def integrity(place: Path, *, rounds: int = 5, smoke: bool = False) -> str:
+    """Returns what digests cost, on the disk and in memory."""
+    rows = []
+    with cpu_devices(1), tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-") as memory:
+        for folder in (place, Path(memory)):
+            rows += in_new_process(_measured, folder, rounds, smoke)
+    head = ("state", "on", "what", "with digests", "without", "cost", "processor", "goal")
+    return table(head, rows) + (
+        f"\n\nMedians of {rounds} rounds; in parentheses how far single rounds without digests lay "
+        "from their median. Processor: time on all cores without digests, and what they add."
+    )
+
+
+def _measured(directory: Path, rounds: int, smoke: bool) -> list[list[str]]:
     """Returns the rows of the table for one directory; call it in a fresh process."""
     rows = []
-    for name in states:
+    for name in ("large", "small"):
         tree = workloads.make(workloads.WORKLOADS[name].shapes(smoke))
         samples: Samples = defaultdict(lambda: defaultdict(list))
         for turn in range(rounds + 1):
-            found = _one_turn(tree, directory, turn)
-            found |= _tensorstore_turn(tree, directory, turn)
-            _tell(name, turn, rounds, found)
+            found = _one_turn(tree, directory, turn) | _tensorstore_turn(tree, directory, turn)
+            told = "  ".join(f"{what} {how} {c.seconds:.3f}" for (what, how), c in found.items())
+            sys.stderr.write(f"{name}, round {turn}/{rounds}: {told}\n")
             # The first round touches memory for the first time.
             for (what, how), cost in found.items() if turn else ():
                 samples[what][how].append(cost)
-        rows += _rows(name, tree, directory, samples)
+        rows += _rows(tree, directory, samples)
     return rows
 
 
@@ -97,22 +106,29 @@ def _one_turn(tree: Any, directory: Path, turn: int) -> Round:
     try:
         target = peer.target(tree)
         # A manager's first save and its first restore warm memory for those that follow.
-        _save(peer, 0, _copied(tree))
-        _restore(peer, 0, target)
-        for how, scope in _in_turn(turn, _SAVING):
-            copied = _copied(tree)
-            with scope():
-                found["save", how] = _save(peer, 1 if how == _WITH else 2, copied)
-            del copied
+        peer.save(0, _copied(tree))
+        jax.block_until_ready(peer.restore(0, target))
+        for how, scope in _ways(turn, _SAVING):
+            save = partial(peer.save, 1 if how == _WITH else 2, _copied(tree))
+            with scope:
+                found["save", how], _ = _clocked(save)
+            del save
         step = peer.place(1)
-        for what, prepare in _caches(directory):
-            for how, scope in _in_turn(turn, _RESTORING):
+        # In memory there is nothing beside it.
+        caches = {"warm": warm} if _is_memory(directory) else {"warm": warm, "cold": drop}
+        for what, prepare in caches.items():
+            for how, scope in _ways(turn, _RESTORING):
                 prepare(step)
-                with scope():
-                    found[f"restore, {what}", how] = _restore(peer, 1, target)
+                with scope:
+                    found[f"restore, {what}", how], _ = _clocked(
+                        lambda: jax.block_until_ready(peer.restore(1, target))
+                    )
             prepare(step)
-            found[f"verify, {what}", _WITH] = _verify(step, deep=True)
-        found["verify, shallow", _WITH] = _verify(step, deep=False)
+            found[f"verify, {what}", _WITH], deep = _clocked(partial(ckpt.sync.verify, step))
+            if not deep.ok:
+                raise RuntimeError(str(deep))
+        verify = partial(ckpt.sync.verify, step, deep=False)
+        found["verify, shallow", _WITH], _ = _clocked(verify)
     finally:
         peer.close()
         shutil.rmtree(place)
@@ -124,27 +140,6 @@ def _copied(tree: Any) -> Any:
     return jax.block_until_ready(jax.tree.map(lambda leaf: leaf + 0, tree))
 
 
-def _caches(directory: Path) -> list[tuple[str, Callable[[Path], None]]]:
-    """Returns what the page cache can have of a step; in memory there is nothing beside it."""
-    warm: list[tuple[str, Callable[[Path], None]]] = [("warm", pagecache.warm)]
-    return warm if _is_memory(directory) else [*warm, ("cold", pagecache.drop)]
-
-
-def _save(peer: CkptPeer, step: int, tree: Any) -> Cost:
-    return _clocked(lambda: peer.save_async(step, tree).wait())[0]
-
-
-def _restore(peer: CkptPeer, step: int, target: Any) -> Cost:
-    return _clocked(lambda: jax.block_until_ready(peer.restore(step, target)))[0]
-
-
-def _verify(place: Path, *, deep: bool) -> Cost:
-    cost, report = _clocked(lambda: ckpt.sync.verify(place, deep=deep))
-    if not report.ok:
-        raise RuntimeError(str(report))
-    return cost
-
-
 def _clocked(action: Callable[[], Any]) -> tuple[Cost, Any]:
     """Returns what a call cost and its value; the disk is flushed before, untimed."""
     settle()
@@ -153,15 +148,11 @@ def _clocked(action: Callable[[], Any]) -> tuple[Cost, Any]:
     return Cost(time.perf_counter() - began, time.process_time() - used), value
 
 
-def _in_turn(
+def _ways(
     turn: int, functions: Sequence[Callable[..., Any]]
-) -> list[tuple[str, Callable[[], contextlib.AbstractContextManager[None]]]]:
+) -> list[tuple[str, contextlib.AbstractContextManager[None]]]:
     """Returns both ways, the one that was second in the last round first."""
-    both: list[tuple[str, Callable[[], contextlib.AbstractContextManager[None]]]] = [
-        (_WITH, contextlib.nullcontext),
-        (_WITHOUT, lambda: _replaced(functions)),
-    ]
-    return both[turn % 2 :] + both[: turn % 2]
+    return in_turn({_WITH: contextlib.nullcontext(), _WITHOUT: _replaced(functions)}, turn)
 
 
 @contextlib.contextmanager
@@ -206,7 +197,7 @@ def _tensorstore_turn(tree: Any, directory: Path, turn: int) -> Round:
         checksum = how == _WITH
         try:
             found["TensorStore write", how], _ = _clocked(partial(_write, arrays, place, checksum))
-            pagecache.warm(place)
+            warm(place)
             found["TensorStore read, warm", how], read = _clocked(
                 partial(_read, arrays, place, checksum)
             )
@@ -260,32 +251,27 @@ def _read(arrays: dict[str, np.ndarray], place: Path, checksum: bool) -> dict[st
     return {name: future.result() for name, future in futures.items()}
 
 
-def _tell(name: str, turn: int, rounds: int, found: Round) -> None:
-    told = "  ".join(f"{what} {how} {cost.seconds:.3f}" for (what, how), cost in found.items())
-    sys.stderr.write(f"{name}, round {turn}/{rounds}: {told}\n")
-
-
-def _rows(name: str, tree: Any, directory: Path, samples: Samples) -> list[list[str]]:
+def _rows(tree: Any, directory: Path, samples: Samples) -> list[list[str]]:
     nbytes = size_bytes(tree)
     in_memory = _is_memory(directory)
     goal = GOAL_IN_MEMORY if in_memory else GOAL_ON_DISK
-    head = [f"{figures.size(nbytes)} in {len(jax.tree.leaves(tree)):,} leaves"]
+    head = [f"{size(nbytes)} in {len(jax.tree.leaves(tree)):,} leaves"]
     head.append("memory" if in_memory else "disk")
     rows = []
     for what, by in samples.items():
         clock = {how: _median(costs, "seconds") for how, costs in by.items()}
         work = {how: _median(costs, "processor") for how, costs in by.items()}
-        cost, more, met = "", figures.value(work[_WITH]), ""
+        cost, more, met = "", value(work[_WITH]), ""
         if _WITHOUT in clock:
             share = clock[_WITH] / clock[_WITHOUT] - 1
             cost = f"{share:+.0%} ({_spread(by[_WITHOUT])})"
-            more = f"{figures.value(work[_WITHOUT])} {work[_WITH] / work[_WITHOUT] - 1:+.0%}"
+            more = f"{value(work[_WITHOUT])} {work[_WITH] / work[_WITHOUT] - 1:+.0%}"
             if not what.startswith("TensorStore"):
                 met = f"{goal:.0%}: {'met' if share <= goal else 'missed'}"
         elif "shallow" not in what:
             cost = f"{nbytes / clock[_WITH] / 1e9:.2f} GB/s"
-        without = figures.value(clock.get(_WITHOUT))
-        rows.append([*head, what, figures.value(clock[_WITH]), without, cost, more, met])
+        without = value(clock.get(_WITHOUT))
+        rows.append([*head, what, value(clock[_WITH]), without, cost, more, met])
     return rows
 
 
@@ -300,52 +286,4 @@ def _spread(costs: Sequence[Cost]) -> str:
 
 
 def _is_memory(directory: Path) -> bool:
-    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    within = [mount for mount in mounts if directory.resolve().is_relative_to(mount[1])]
-    return max(within, key=lambda mount: len(mount[1]))[2] in ("tmpfs", "ramfs")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures what integrity costs, and prints a Markdown table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.integrity", description=__doc__)
-    add = parser.add_argument
-    add("--rounds", type=int, default=5, help="rounds after a first one that does not count")
-    add("--dir", type=Path, default=Path.cwd(), help="a directory on the disk that matters")
-    add("--memory", type=Path, default=Path("/dev/shm"), help="a directory in memory")
-    add("--state", nargs="+", choices=["large", "small"], default=["large", "small"])
-    add("--page", type=Path, help="the page whose table is made anew, between its markers")
-    add("--smoke", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
-    chosen = parser.parse_args(arguments)
-    if chosen.rounds < 1:
-        parser.error("--rounds: at least 1")
-    # Restores go to host memory unless the caller's environment names another platform.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    rows = []
-    with cpu_devices(1):
-        for parent in (chosen.dir, chosen.memory):
-            if not parent.is_dir():
-                continue
-            with tempfile.TemporaryDirectory(prefix="integrity-", dir=parent) as place:
-                rows += in_new_process(
-                    measure, chosen.state, Path(place), chosen.rounds, chosen.smoke
-                )
-    head = ("state", "on", "what", "with digests", "without", "cost", "processor", "goal")
-    text = figures.table(head, rows) + (
-        f"\n\nMedians of {chosen.rounds} rounds; in parentheses how far single rounds "
-        "without digests lay from their median. Processor: time on all cores without digests, and "
-        "what they add."
-    )
-    sys.stdout.write(f"{text}\n")
-    if chosen.page and not chosen.smoke:
-        page = chosen.page.read_text()
-        before, _, rest = page.partition(START)
-        _, end, after = rest.partition(END)
-        if not end:
-            parser.error(f"--page: {chosen.page} needs one {START} and after it one {END}")
-        chosen.page.write_text(f"{before}{START}\n\n{text}\n\n{END}{after}")
-    if chosen.smoke:
-        sys.stdout.write("\n**Smoke run: sizes are tiny, the figures mean nothing.**\n")
-
-
-if __name__ == "__main__":
-    main()
+    return file_system(directory) in ("tmpfs", "ramfs")

@@ -1,8 +1,8 @@
 """Host memory that a library holds beyond the state, while it saves and the state is trained on.
 
-A process per library, watched from another process. Everything is counted from a moment at which
-the state exists and the library has saved and restored something tiny, so that what it takes once,
-its modules and threads, is told apart.
+A process per library, watched from another process, which the work under test cannot hold up.
+Everything is counted from a moment at which the state exists and the library has saved and restored
+something tiny, so that what it takes once, its modules and threads, is told apart.
 """
 
 from __future__ import annotations
@@ -13,59 +13,55 @@ import os
 import statistics
 import sys
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
 from benchmarks import workloads
-from benchmarks.managers import CkptPeer
-from benchmarks.peers import PEERS, Peer
-from benchmarks.processes import in_new_process
-from benchmarks.results import BYTES, Sample, Scenario
-from benchmarks.sampler import Sampler, is_supported, resident
-from benchmarks.trees import size_bytes
+from benchmarks.peers import PEERS, CkptPeer, Peer
+from benchmarks.results import BYTES, Sample
+from benchmarks.rounds import Log, in_new_process
+from benchmarks.workloads import PyTree, size_bytes
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from multiprocessing.connection import Connection
 
+    from benchmarks.results import Scenario
     from benchmarks.rounds import Setting
-
-PyTree = Any
 
 NAME = KIND = "memory"
 BUDGET, SAVES, LASTING_SAVES = "budget_bytes", "saves", "lasting_saves"
+_EVERY_SECONDS = 0.002
+# The kernel's names of what the process alone holds. The rest of the total are mapped files, page
+# cache that the system may take back.
+_OWN = ("RssAnon", "RssShmem")
+_TOTAL = "VmRSS"
 
 
-def run(setting: Setting) -> Scenario | None:
-    """Returns the memory of ckpt with a budget and of Orbax; None where it cannot be told.
+def run(setting: Setting) -> Scenario:
+    """Returns the memory of ckpt with a budget, and of Orbax.
 
     The number of rounds has no meaning here: every save is a sample.
     """
-    if not is_supported():
-        sys.stderr.write(f"{NAME}: left out, this system has no /proc/PID/status with RssAnon\n")
-        return None
     facts = {
         BUDGET: float((4 if setting.smoke else 256) << 20),
         SAVES: 3.0 if setting.smoke else 20.0,
         LASTING_SAVES: 5.0 if setting.smoke else 100.0,
     }
-    shapes = workloads.large_shapes(setting.smoke)
     measures = {}
-    for name in setting.only("ckpt", "orbax"):
+    for name in setting.both:
         place = setting.directory / name
         measured = in_new_process(_child, name, place, setting.smoke, facts)
-        measures[name] = {key: Sample.whole(values, BYTES) for key, values in measured.items()}
+        measures[name] = {key: Sample(None, values, BYTES) for key, values in measured.items()}
         peaks = {key: f"{sample.high / 2**20:.1f}" for key, sample in measures[name].items()}
         sys.stderr.write(f"{NAME}, {name}, MiB: {peaks}\n")
-    return Scenario(
-        name=NAME,
-        kind=KIND,
-        summary="f32 in equal large leaves, a donating step during every save",
-        leaves=len(jax.tree.leaves(shapes)),
-        size_bytes=workloads.shapes_bytes(shapes),
-        measures=measures,
-        facts=facts,
-    )
+    shapes = workloads.large_shapes(setting.smoke)
+    summary = "f32 in equal large leaves, a donating step during every save"
+    scenario = Log(NAME, 0).result(KIND, summary, shapes, **facts)
+    scenario.measures.update(measures)
+    return scenario
 
 
 def _child(
@@ -118,7 +114,7 @@ def _peaks(
     own, total = [], []
     state = workloads.advance(state)
     _settled()
-    base = resident(os.getpid())
+    base = _resident(os.getpid())
     for step in range(saves):
         sampler.start()
         pending = peer.save_async(step, state)
@@ -152,7 +148,7 @@ def _drift(name: str, directory: Path, smoke: bool, facts: dict[str, float]) -> 
             state = workloads.advance(state)
             pending.wait()
             peer.delete(step)
-            held.append(resident(os.getpid())["own"])
+            held.append(_resident(os.getpid())["own"])
     tenth = max(1, len(held) // 10)
     return statistics.median(held[-tenth:]) - statistics.median(held[tenth : 2 * tenth])
 
@@ -164,4 +160,61 @@ def _settled() -> int:
     if hasattr(libc, "malloc_trim"):
         # What malloc keeps for later would hide as much of a library's peak.
         libc.malloc_trim(0)
-    return resident(os.getpid())["total"]
+    return _resident(os.getpid())["total"]
+
+
+def _resident(pid: int) -> dict[str, int]:
+    """Returns the resident bytes of a process: `own`, and `total` with mapped files."""
+    found = {"own": 0, "total": 0}
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if name in (*_OWN, _TOTAL):
+            found["total" if name == _TOTAL else "own"] += int(value.split()[0]) * 1024
+    return found
+
+
+class Sampler:
+    """A second process that watches this one."""
+
+    def __enter__(self) -> Self:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_watch, args=(os.getpid(), theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.start()
+        self.stop()  # it is up
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()
+        self._process.join()
+
+    def start(self) -> dict[str, int]:
+        """Begins a watch; returns what is resident of each kind."""
+        return self._ask("start")
+
+    def stop(self) -> dict[str, int]:
+        """Ends the watch; returns the peak of each kind."""
+        return self._ask("stop")
+
+    def _ask(self, word: str) -> dict[str, int]:
+        self._pipe.send(word)
+        found: dict[str, int] = self._pipe.recv()
+        return found
+
+
+def _watch(pid: int, pipe: Connection[Any, Any]) -> None:
+    """Samples from each start to the stop after it, until the other end goes away."""
+    while True:
+        try:
+            pipe.recv()
+        except EOFError:
+            return
+        peaks = _resident(pid)
+        pipe.send(peaks)
+        while not pipe.poll(_EVERY_SECONDS):
+            for kind, value in _resident(pid).items():
+                peaks[kind] = max(peaks[kind], value)
+        pipe.recv()
+        pipe.send(peaks)

@@ -8,6 +8,8 @@ is signed.
 
 from __future__ import annotations
 
+import importlib
+import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -15,16 +17,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.results import Scenario
-from benchmarks.rounds import Log, Setting, in_turn, opened, settle
-from benchmarks.trainer import Trainer, typical, usual_shapes
-from benchmarks.trees import check_equal, size_bytes
+from benchmarks.rounds import Log, Setting, opened, settle
+from benchmarks.workloads import Trainer, check_equal, trainer_shapes
 
 if TYPE_CHECKING:
-    from benchmarks.peers import Peer, Pending
-    from benchmarks.workloads import Shapes
+    from pathlib import Path
 
-PyTree = Any
+    from benchmarks.peers import Peer, Pending
+    from benchmarks.results import Scenario
+    from benchmarks.workloads import Shapes
 
 NAME = KIND = "overlap"
 _UNDISTURBED_STEPS = 15
@@ -35,6 +36,9 @@ _LEAST_STEPS_AFTER_SAVE = 3
 _SAVE_EVERY_SECONDS = 2.0
 # How closely the end of a save is told; a closer look would itself slow the steps.
 _LOOK_SECONDS = 0.005
+# For the picture: train steps before and after a save. The first save pays for cold memory; the
+# last one is drawn.
+_STEPS_BESIDE, _SAVES = 5, 3
 
 
 def run(setting: Setting, shapes: Shapes | None = None) -> Scenario:
@@ -42,22 +46,14 @@ def run(setting: Setting, shapes: Shapes | None = None) -> Scenario:
 
     Peers without an asynchronous save are left out. `shapes` are those of the trainer's state.
     """
-    trainer = Trainer(shapes or usual_shapes(setting.smoke))
+    trainer = Trainer(shapes or trainer_shapes(setting.smoke))
     log = Log(NAME, setting.rounds)
     every = 0.2 if setting.smoke else _SAVE_EVERY_SECONDS
     with opened(setting.asynchronous, setting.directory) as running:
-        for turn in range(setting.rounds + 1):
-            for name, peer in in_turn(running, turn):
-                log.add(turn, name, _one_turn(peer, trainer, turn, every, check=turn == 0))
-    return Scenario(
-        name=NAME,
-        kind=KIND,
-        summary="params and both Adam moments under a donating train step",
-        leaves=len(jax.tree.leaves(trainer.state)),
-        size_bytes=size_bytes(trainer.state),
-        measures=log.samples(),
-        facts={"save_every_seconds": every},
-    )
+        for turn, name, peer in log.turns(running):
+            log.add(turn, name, _one_turn(peer, trainer, turn, every, check=turn == 0))
+    summary = "params and both Adam moments under a donating train step"
+    return log.result(KIND, summary, trainer.state, save_every_seconds=every)
 
 
 def _one_turn(
@@ -65,7 +61,7 @@ def _one_turn(
 ) -> dict[str, float]:
     settle()
     calm = trainer.undisturbed(_UNDISTURBED_STEPS)
-    window = max(_LEAST_STEPS_AFTER_SAVE, round(every / typical(calm)))
+    window = max(_LEAST_STEPS_AFTER_SAVE, round(every / statistics.median(calm)))
     expected = jax.tree.map(jnp.copy, trainer.state) if check else None
     adopted = peer.adopt(jax.block_until_ready(trainer.state))
 
@@ -82,7 +78,7 @@ def _one_turn(
     wall = time.perf_counter() - start
     pending.wait()
     # Undisturbed steps from before and after, because the machine drifts.
-    undisturbed = typical(calm + trainer.undisturbed(_UNDISTURBED_STEPS))
+    undisturbed = statistics.median(calm + trainer.undisturbed(_UNDISTURBED_STEPS))
 
     if expected is not None:
         restored = peer.restore(step, peer.target(expected))
@@ -96,7 +92,7 @@ def _one_turn(
         "worst_step": max(saving),
         "undisturbed_step": undisturbed,
         "committed": committed,
-        # The share of the save's duration in which training went on as if there were no save.
+        # The share of the save's duration in which training continued as if there were no save.
         "overlap_ratio": 1 - (blocked + slowdown) / max(committed, blocked),
         "saving_steps_per_second": (len(saving) + len(after)) / wall,
         "calm_steps_per_second": 1 / undisturbed,
@@ -107,3 +103,33 @@ def _time_of_end(pending: Pending) -> float:
     while not pending.done():
         time.sleep(_LOOK_SECONDS)
     return time.perf_counter()
+
+
+def traced_save(directory: Path, smoke: bool) -> Any:
+    """Returns the timeline of one save of ckpt beside the train loop.
+
+    Args:
+        directory: A new folder on the disk to measure.
+        smoke: Whether to use the small state.
+    """
+    trainer = Trainer(trainer_shapes(smoke))
+    trace = importlib.import_module("ckpt.observers").Trace()
+    sync = importlib.import_module("ckpt.sync")
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            with trace.span("train step"):
+                trainer.step()
+
+    with sync.CheckpointManager(directory, observers=[trace]) as manager:
+        for save in range(1, _SAVES + 1):
+            settle()
+            trace.clear()
+            train(_STEPS_BESIDE)
+            with trace.span("blocked", step=save):
+                commit = manager.save(save, trainer.state)
+            while not commit.done():
+                train(1)
+            train(_STEPS_BESIDE)
+            commit.result()
+    return trace.timeline(step=_SAVES)

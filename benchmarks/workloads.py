@@ -2,11 +2,13 @@
 
 A workload is a function from `smoke` to a PyTree of device arrays. Values are random, because
 zeros would flatter every peer that compresses. `advance` gives the next state of a run: each
-save must meet bytes that differ from those of the save before, as in training.
+save must meet bytes that differ from those of the save before, as in training. `Trainer` is a small
+real train loop, and `check_equal` tells whether a restore gave back every bit.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -74,9 +76,40 @@ def advance(tree: PyTree) -> PyTree:
     return jax.block_until_ready(jax.tree.map(_advance_leaf, tree))
 
 
-def shapes_bytes(shapes: Shapes) -> int:
-    """Returns the bytes that arrays of these shapes take."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+def abstract(tree: PyTree) -> PyTree:
+    """Returns the restore target of a tree: shape, dtype and sharding of each leaf."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
+    )
+
+
+def size_bytes(tree: PyTree) -> int:
+    """Returns the bytes of all leaves, or of arrays of these shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def check_equal(restored: PyTree, expected: PyTree) -> None:
+    """Compares two trees bit by bit.
+
+    Raises:
+        TypeError: A leaf is not a JAX array.
+        ValueError: A peer gave back something else; its times would mean nothing.
+    """
+    wants = jax.tree.leaves_with_path(expected)
+    gots = jax.tree.leaves(restored)
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (restored, expected)]
+    if structures[0] != structures[1]:
+        raise ValueError("the restored tree has another structure")
+    for (path, want), got in zip(wants, gots, strict=True):
+        place = jax.tree_util.keystr(path)
+        if not isinstance(got, jax.Array):
+            raise TypeError(f"{place} was restored as {type(got).__name__}, not as a jax.Array")
+        if (got.shape, got.dtype) != (want.shape, want.dtype):
+            raise ValueError(f"{place} was restored as {got.dtype}{list(got.shape)}")
+        if not got.sharding.is_equivalent_to(want.sharding, want.ndim):
+            raise ValueError(f"{place} was restored onto {got.sharding}")
+        if np.asarray(got).tobytes() != np.asarray(want).tobytes():
+            raise ValueError(f"{place} was restored with other values")
 
 
 def large_shapes(smoke: bool) -> Shapes:
@@ -148,6 +181,11 @@ def sharded(shapes: Shapes) -> Shapes:
     return jax.tree.map(place, shapes)
 
 
+def _sharded_transformer(smoke: bool) -> Shapes:
+    return sharded(transformer_shapes(smoke, "bfloat16"))
+
+
+# New processes get them: nothing in it is a lambda.
 WORKLOADS: Mapping[str, Workload] = MappingProxyType(
     {
         workload.name: workload
@@ -158,14 +196,92 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
             Workload(
                 "transformer_bf16",
                 "a decoder with bf16 params and both Adam moments in f32",
-                lambda smoke: transformer_shapes(smoke, jnp.bfloat16),
+                partial(transformer_shapes, params_dtype="bfloat16"),
             ),
             Workload(
                 "transformer_sharded",
                 "the same, sharded over 8 CPU devices",
-                lambda smoke: sharded(transformer_shapes(smoke, jnp.bfloat16)),
+                _sharded_transformer,
                 devices=8,
             ),
         )
     }
 )
+
+
+_BATCH = 8
+_SETTLING_STEPS = 3
+
+
+def trainer_shapes(smoke: bool) -> Shapes:
+    """Returns 384 MiB (smoke: 12 MiB) of `state_shapes`."""
+    return state_shapes(4, 256) if smoke else state_shapes(24, 1365)
+
+
+def state_shapes(layers: int, rows: int, columns: int = 1024) -> Shapes:
+    """Returns params, both moments, and a counter."""
+    params = {f"layer_{i:02d}": f32(rows, columns) for i in range(layers)}
+    return {"params": params, "mu": params, "nu": params, "step": int32()}
+
+
+def _loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+    hidden = batch
+    for i, name in enumerate(sorted(params)):
+        kernel = params[name].T if i % 2 else params[name]
+        # Divided by the root of the width, values keep their size and gradients do not vanish.
+        hidden = jnp.tanh(hidden @ kernel / kernel.shape[0] ** 0.5)
+    return jnp.mean((hidden - jnp.roll(batch, 1, axis=0)) ** 2)
+
+
+@partial(jax.jit, donate_argnums=0)
+def train_step(state: PyTree, batch: jax.Array) -> tuple[PyTree, jax.Array]:
+    """Returns the next state, in the memory of the old one, and the loss.
+
+    A deep network, its gradient and Adam. It is bound by memory and arithmetic alike, as a step
+    with a small batch is, and leaves no buffer of the state untouched.
+    """
+    loss, gradients = jax.value_and_grad(_loss)(state["params"], batch)
+
+    def update(
+        param: jax.Array, gradient: jax.Array, mu: jax.Array, nu: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        mu = 0.9 * mu + 0.1 * gradient
+        nu = 0.99 * nu + 0.01 * gradient * gradient
+        return param - 1e-3 * mu / (jnp.sqrt(jnp.abs(nu)) + 1e-8), mu, nu
+
+    updated = jax.tree.map(update, state["params"], gradients, state["mu"], state["nu"])
+    params, mu, nu = ({layer: values[i] for layer, values in updated.items()} for i in range(3))
+    return {"params": params, "mu": mu, "nu": nu, "step": state["step"] + 1}, loss
+
+
+class Trainer:
+    """A train loop: holds the state and times every step."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        """Make the state, of `state_shapes`, and the data."""
+        self.state = make(shapes)
+        width = self.state["params"]["layer_00"].shape[0]
+        batches = jax.random.normal(jax.random.key(1), (16, _BATCH, width))
+        self._batches = list(jax.block_until_ready(batches))
+        self._taken = 0
+
+    def step(self) -> float:
+        """Trains one step and returns its seconds."""
+        batch = self._batches[self._taken % len(self._batches)]
+        self._taken += 1
+        start = time.perf_counter()
+        self.state, _ = jax.block_until_ready(train_step(self.state, batch))
+        return time.perf_counter() - start
+
+    def undisturbed(self, steps: int) -> list[float]:
+        """Returns the seconds of this many steps while nothing is saved."""
+        for _ in range(_SETTLING_STEPS):
+            self.step()
+        return [self.step() for _ in range(steps)]
+
+    def until(self, finished: Callable[[int], bool]) -> list[float]:
+        """Trains until `finished(steps taken)`; returns the seconds of every step."""
+        times: list[float] = []
+        while not finished(len(times)):
+            times.append(self.step())
+        return times

@@ -58,6 +58,8 @@ LINES = {
     "testing": 1574,
 }
 MODULES = 344
+# Code lines and modules of the benchmarks, which are no part of the package.
+BENCHMARKS = {"lines": 4043, "modules": 27}
 # A manager is opened, saves or restores three leaves, and is closed, in a new process.
 RUN = {
     "save": {"functions": 550, "modules": 75, "imported": 114},
@@ -121,6 +123,12 @@ def test_no_room_has_more_code_than_its_budget() -> None:
 
 def test_there_are_no_more_modules_than_the_budget() -> None:
     assert len(sources()) <= MODULES
+
+
+def test_the_benchmarks_are_no_larger_than_their_budget() -> None:
+    modules = [*(ROOT / "benchmarks").rglob("*.py")]
+    assert sum(map(code_lines, modules)) <= BENCHMARKS["lines"]
+    assert len(modules) <= BENCHMARKS["modules"]
 
 
 @pytest.mark.parametrize("what", RUN)

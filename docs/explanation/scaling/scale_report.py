@@ -17,8 +17,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import table
 from benchmarks.pages import updated
+from benchmarks.tables import table
 from ckpt._job.shared_reads import _PART_BYTES as PART_BYTES
 from docs.explanation.scaling.recovery_model import (
     STORE,

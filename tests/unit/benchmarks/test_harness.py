@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import ckpt.sync
-from benchmarks import fit, history, integrity, report, results, scenarios, targets
+from benchmarks import growth, integrity, late_beats, pages, report, results, scenarios, tables
 from benchmarks.results import BYTES, Results, Sample, Scenario
 from benchmarks.rounds import unit_of
 from ckpt._engine.memory import staging
@@ -115,11 +116,10 @@ def test_a_smoke_run_records_every_scenario_and_measure(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "overlap.png").stat().st_size
     page = (tmp_path / "out" / "results.md").read_text(encoding="utf-8")
     assert all(f"### {each.name}:" in page for each in run.scenarios)
-    assert all(each.row in page for each in targets.TARGETS)
+    assert all(each.row in page for each in tables.TARGETS)
 
 
-# `replica` is a program that restores as soon as it is run, as its arguments say.
-BENCHMARKS = sorted({path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")} - {"replica"})
+BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -154,7 +154,7 @@ def unused() -> None:
 
 def test_a_line_is_found_again_from_its_points() -> None:
     amounts = [1.0, 10.0, 100.0, 1000.0]
-    found = fit.line(amounts, [0.5 + 0.25 * each for each in amounts])
+    found = growth.line(amounts, [0.5 + 0.25 * each for each in amounts])
     assert found.slope == pytest.approx(0.25)
     assert found.intercept == pytest.approx(0.5)
     assert found.r_squared == pytest.approx(1)
@@ -164,7 +164,7 @@ def test_a_small_error_at_the_largest_size_hardly_moves_the_intercept() -> None:
     amounts = [1.0, 10.0, 100.0, 1000.0]
     seconds = [0.5 + 0.25 * each for each in amounts]
     seconds[-1] *= 1.05
-    assert fit.line(amounts, seconds).intercept == pytest.approx(0.5, rel=0.05)
+    assert growth.line(amounts, seconds).intercept == pytest.approx(0.5, rel=0.05)
 
 
 def sample_run(name: str, **machine: object) -> Results:
@@ -177,13 +177,13 @@ def sample_run(name: str, **machine: object) -> Results:
 
 
 def test_targets_are_judged_by_medians_and_say_what_is_not_measured() -> None:
-    lines = {each.row: each.line(sample_run("large")) for each in targets.TARGETS}
+    lines = {each.row: each.line(sample_run("large")) for each in tables.TARGETS}
     assert lines["save, large leaves: speed vs Orbax"][2:] == ("8x", "met")
     assert lines["save, small leaves: speed vs Orbax"][2:] == ("", "not measured")
 
 
 def test_a_target_that_is_not_reached_is_called_missed() -> None:
-    lines = {each.row: each.line(sample_run("small")) for each in targets.TARGETS}
+    lines = {each.row: each.line(sample_run("small")) for each in tables.TARGETS}
     assert lines["save, small leaves: speed vs Orbax"][2:] == ("8x", "**missed**")
 
 
@@ -201,16 +201,50 @@ def test_runs_of_parts_merge_only_if_they_come_from_one_machine() -> None:
 
 
 def test_only_what_stands_between_the_markers_of_the_page_is_rewritten() -> None:
-    page = f"before\n{report.START}\nold\n{report.END}\nafter\n"
-    updated = report.update_page(page, "new")
-    assert updated == f"before\n{report.START}\n\nnew\n{report.END}\nafter\n"
-    with pytest.raises(ValueError, match="needs one"):
-        report.update_page("no markers", "new")
+    page = "before\n<!-- a:start -->\nold\n<!-- a:end -->\nafter\n"
+    updated = pages.updated(page, "a", "new\n")
+    assert updated == "before\n<!-- a:start -->\n\nnew\n\n<!-- a:end -->\nafter\n"
+    for wrong in ("no markers", page * 2, "<!-- a:end --><!-- a:start -->"):
+        with pytest.raises(ValueError, match="needs one"):
+            pages.updated(wrong, "a", "new")
 
 
-def test_the_page_of_tables_has_its_markers() -> None:
-    page = report.tables_of(ROOT / report.PAGE).read_text(encoding="utf-8")
-    assert report.update_page(page, "new").count("new") >= 1
+@pytest.mark.parametrize("name", pages.TABLES)
+def test_every_table_is_a_function_and_has_a_page(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = pages.page_of(name).read_text(encoding="utf-8")
+    assert "new table" in pages.updated(page, name, "new table")
+    module = importlib.import_module(f"benchmarks.{pages.TABLES[name]}")
+    first, *options = inspect.signature(getattr(module, name)).parameters.values()
+    assert first.name == "place"
+    assert all(option.default is not option.empty for option in options)
+
+
+def test_the_command_for_tables_gives_the_options_and_writes_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    page.write_text("<!-- late:start --><!-- late:end -->")
+    monkeypatch.chdir(tmp_path)
+    made: list[Path] = []
+
+    def late(place: Path, *, rounds: int = 10, smoke: bool = False) -> str:
+        made.append(place)
+        (place / "file").touch()
+        return f"{rounds} rounds"
+
+    monkeypatch.setattr(late_beats, "late", late)
+    pages.main(["late", "--rounds", "2", "--dir", str(tmp_path)])
+    pages.main(["late", "--smoke", "--write"])
+    assert page.read_text() == "<!-- late:start --><!-- late:end -->"
+    pages.main(["late", "--write"])
+    assert page.read_text() == "<!-- late:start -->\n\n10 rounds\n\n<!-- late:end -->"
+    assert capsys.readouterr().out.startswith("2 rounds\n10 rounds\n\n**Smoke run")
+    assert made[0].parent == tmp_path
+    assert not any(place.exists() for place in made)
 
 
 def test_measures_in_other_units_are_known_by_their_names() -> None:
@@ -221,23 +255,23 @@ def test_measures_in_other_units_are_known_by_their_names() -> None:
 
 def test_each_published_run_is_one_line_of_the_history(tmp_path: Path) -> None:
     run = results.read(ROOT / report.RESULTS)
-    file = tmp_path / history.NAME
-    history.append(replace(run, date="2026-01-02"), file)
-    history.append(replace(run, date="2026-01-01"), file)
-    history.append(replace(run, date="2026-01-02"), file)
-    records = history.read(file)
+    file = tmp_path / results.HISTORY
+    results.append_history(replace(run, date="2026-01-02"), file)
+    results.append_history(replace(run, date="2026-01-01"), file)
+    results.append_history(replace(run, date="2026-01-02"), file)
+    records = results.read_history(file)
     assert [each["date"] for each in records] == ["2026-01-01", "2026-01-02"]
     scenario = run.scenario("large")
     assert scenario is not None
     ours = records[0]["medians"]["large"]["ckpt"]["save"]
     assert ours == pytest.approx(scenario.measures["ckpt"]["save"].median)
-    shown = history.markdown(records)
+    shown = report.history(records)
     assert "| 2026-01-01 | 2026-01-02 |" in shown
-    assert history.markdown([{**records[0], "medians": {}}]).count("\n") == 3
+    assert report.history([{**records[0], "medians": {}}]).count("\n") == 2
 
 
 def test_the_page_shows_the_history_that_is_recorded() -> None:
     page = (ROOT / report.PAGE).read_text(encoding="utf-8")
-    records = history.read((ROOT / report.PAGE).with_suffix("") / history.NAME)
-    assert history.markdown(records) in page
+    records = results.read_history((ROOT / report.PAGE).with_suffix("") / results.HISTORY)
+    assert report.history(records) in page
     assert records[-1]["date"] == results.read(ROOT / report.RESULTS).date

@@ -1,4 +1,4 @@
-"""Charts and captions say what was measured, and nothing of them is cut off or unexplained."""
+"""Pictures and captions say what was measured, and nothing is cut off or unexplained."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import pytest
 from matplotlib.colors import to_rgba
 from matplotlib.text import Text
 
-from benchmarks import captions, charts, heartbeat, history, overlap, report, results, tables
+from benchmarks import event_loop, overlap, pictures, report, results, tables
 from benchmarks.results import Results, Sample
+from ckpt.observers import Timeline
 from tests.support.paths import ROOT
+from tests.unit.observers.examples import a_whole_save, event, span
 
 RUN = results.read(ROOT / report.RESULTS)
 NAMES = ("ratios", "training", "heartbeat", "growth")
 
 
 def figure_of(name: str, run: Results = RUN) -> Any:
-    for drawn, figure in charts.figures(run):
+    for drawn, figure in pictures.figures(run):
         if drawn == name:
             figure.canvas.draw()
             return figure
@@ -47,11 +49,11 @@ def bars(axes: Any, kind: str) -> list[Any]:
 
 
 def test_every_chart_is_drawn_from_the_record() -> None:
-    assert tuple(name for name, _ in charts.figures(RUN)) == NAMES
+    assert tuple(name for name, _ in pictures.figures(RUN)) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_text_is_cut_off_or_lies_on_another(name: str) -> None:
+def test_no_text_of_a_chart_is_cut_off_or_lies_on_another(name: str) -> None:
     figure = figure_of(name)
     absent = beyond_the_axes(figure)
     for text in shown(set(figure.findobj(Text)) - absent):
@@ -164,35 +166,101 @@ def test_rows_of_the_machine_alone_have_names_that_explain_them() -> None:
     markers = {line.get_marker() for line in legend.get_lines()}
     drawn = {line.get_marker() for axes in figure.axes for line in axes.lines}
     assert drawn - {"None"} == markers
-    scenario = RUN.scenario(heartbeat.NAME)
+    scenario = RUN.scenario(event_loop.HEARTBEAT)
     assert scenario is not None
     table = tables.of(scenario)
     assert "| other process doing the same I/O |" in table
     assert "| idle loop |" in table
 
 
-@pytest.mark.parametrize("name", captions.ALT)
+@pytest.mark.parametrize("name", report.ALT)
 def test_a_caption_says_where_how_often_and_what_is_better(name: str) -> None:
-    text = captions.picture(RUN, name, "folder")
+    text = report.picture(RUN, name, "folder")
     assert f"(folder/{name}.png)" in text
     assert "2 cores" in text
     assert "better" in text
     assert "rounds" in text or "a single save, not a median" in text
 
 
+# --- One save -------------------------------------------------------------------------------------
+
+
+def saved() -> Timeline:
+    """A save in the background from 101 to 300, beside train steps until 200 and from 220."""
+    return Timeline(
+        (*a_whole_save(), event("something new", 150, 160), event("preempted", -(10**9), 299)),
+        (
+            span("train step", -40, -22),
+            span("blocked", -21, 101),
+            span("train step", 101, 200),
+            span("train step", 220, 900),
+        ),
+    )
+
+
+def patches(axes: Any, kind: str) -> list[tuple[float, float]]:
+    """The ends of the bands that are hatched, or are not."""
+    return [
+        (band.get_x() - 0.021, band.get_x() + band.get_width() - 0.021)
+        for band in axes.patches
+        if band.get_height() == 1 and bool(band.get_hatch()) == (kind == "blocked")
+    ]
+
+
+def test_the_picture_of_a_save_has_a_row_for_every_kind_of_work() -> None:
+    (axes,) = pictures.save_figure(saved()).axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == [
+        *("train step", "wait", "plan", "staging", "staging (2)", "lane 0", "lane 1"),
+        *("publish", "preserve", "something new"),
+    ]
+    bars = [bar for bar in axes.patches if bar.get_height() < 1]
+    # What the caller did, and every phase but `blocked`, the end and what would have been lost.
+    assert len(bars) == 4 + 9
+    texts = {text.get_text() for text in axes.texts}
+    assert {"write 4 MiB", "train step", "4 MiB · 29.96 GB/s"} <= texts
+
+
+def test_the_picture_of_a_save_shows_what_blocks_and_what_overlaps() -> None:
+    figure = pictures.save_figure(saved())
+    (axes,) = figure.axes
+    ms = pytest.approx
+    # From the call, which was 21 microseconds before 0.
+    assert patches(axes, "blocked") == [(ms(-0.021), ms(0.101))]
+    assert patches(axes, "overlap") == [(ms(0.101), ms(0.2)), (ms(0.22), ms(0.3))]
+    assert figure.get_suptitle().split("\n") == [
+        "Save of step 1: train steps overlap 89% of its background time",
+        "8 MiB written · save() blocked 0.122 ms · durable after 0.321 ms",
+    ]
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == [
+        *("save() blocks the caller", "train steps while the save is in the background"),
+    ]
+    # What would have been lost is long before the save, and the last step ends long after it.
+    low, high = axes.get_xlim()
+    assert -0.02 < low < 0
+    assert 0.34 < high < 0.36
+
+
+def test_no_text_of_the_picture_of_a_save_is_cut_off() -> None:
+    figure = pictures.save_figure(saved())
+    figure.canvas.draw()
+    for text in shown(set(figure.findobj(Text)) - beyond_the_axes(figure)):
+        box = text.get_window_extent()
+        assert figure.bbox.x0 <= box.x0 <= box.x1 <= figure.bbox.x1, text
+        assert figure.bbox.y0 <= box.y0 <= box.y1 <= figure.bbox.y1, text
+
+
 # --- The page -------------------------------------------------------------------------------------
 
 
-def test_the_page_is_what_the_record_says() -> None:
-    page = ROOT / report.PAGE
-    assert report.updated(RUN, page) == page.read_text(encoding="utf-8")
-    tables = report.tables_of(page).read_text(encoding="utf-8")
-    assert report.updated_tables(RUN, page) == tables
-
-
-def test_the_readme_has_figures_of_the_same_record() -> None:
-    readme = ROOT / report.README
-    assert report.updated_readme(RUN, readme) == readme.read_text(encoding="utf-8")
+def test_the_pages_and_the_readme_are_what_the_record_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    found = report.updated_pages(RUN, report.PAGE)
+    assert set(found) == {report.PAGE, report.tables_of(report.PAGE), report.README}
+    for page, text in found.items():
+        assert text == page.read_text(encoding="utf-8")
 
 
 def test_the_pages_begin_with_what_readers_want_and_go_on_to_targets() -> None:
@@ -208,8 +276,12 @@ def test_the_pages_begin_with_what_readers_want_and_go_on_to_targets() -> None:
 
 def test_the_summary_gives_the_medians_of_the_run(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    marks = (report.SUMMARY_START, report.SUMMARY_END, history.START, history.END)
-    page.write_text("\n".join(marks), encoding="utf-8")
-    text = report.updated(wild_run(), page)
+    for path, names in (
+        (page, ("bench:summary", "bench:history")),
+        (report.tables_of(page), ("bench",)),
+    ):
+        marks = [f"<!-- {name}:{end} -->" for name in names for end in ("start", "end")]
+        path.write_text("\n".join(marks), encoding="utf-8")
+    text = report.updated_pages(wild_run(), page)[page]
     assert "| training loses, in all | 100 ms | 1.5 s | 15x |" in text
     assert "| `save()` blocks for | 50 ms | 100 ms | 2x |" in text
