@@ -28,7 +28,7 @@ def test_a_kill_at_a_system_call_loses_no_snapshot(tmp_path: Path) -> None:
 
 
 def test_a_signal_in_a_compile_loses_no_snapshot(tmp_path: Path) -> None:
-    in_compiles(tmp_path, 6).check(faults=6)
+    in_compiles(tmp_path, 3).check(faults=3)
 
 
 def test_a_kill_of_a_trainer_and_its_agent_loses_no_snapshot(tmp_path: Path) -> None:
