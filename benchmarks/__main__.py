@@ -15,7 +15,7 @@ from benchmarks.peers import PEERS
 from benchmarks.rounds import Setting, cpu_devices, default_dir, in_new_process
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = _parse(arguments)
     # Restores go to host memory unless the caller's environment names another platform.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    peers = _available(chosen.peer)
+    peers = tuple(_available(chosen.peer))
     if not peers:
         raise SystemExit("no peer is installed: nothing to measure")
     publishes = not (chosen.out or chosen.workload or chosen.peer or chosen.smoke)
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ):
         run, failed = scenarios.measured(
             {name: scenarios.SCENARIOS[name] for name in chosen.workload or scenarios.SCENARIOS},
-            Setting(tuple(peers), chosen.rounds or 0, chosen.smoke, Path(place)),
+            Setting(peers, chosen.rounds or 0, chosen.smoke, Path(place)),
             quick=chosen.quick,
         )
         if folder is not None:
@@ -80,15 +80,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return chosen
 
 
-def _available(names: Sequence[str] | None) -> list[str]:
-    available = []
+def _available(names: Sequence[str] | None) -> Iterator[str]:
     for name in names or PEERS:
-        missing = PEERS[name].missing()
-        if missing is None:
-            available.append(name)
-        else:
+        if missing := PEERS[name].missing():
             sys.stderr.write(f"{name}: left out, {missing} is not installed\n")
-    return available
+        else:
+            yield name
 
 
 if __name__ == "__main__":

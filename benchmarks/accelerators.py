@@ -56,7 +56,7 @@ _SCENARIOS: Mapping[str, ScenarioKind] = {
     _MIXED.name: ScenarioKind(partial(throughput.run, workload=_MIXED), 3),
     throughput.BLOCKED_SMALL: ScenarioKind(throughput.run_blocked_small, 5),
     first_calls.SAVE: ScenarioKind(first_calls.run_save, 3, makes_processes=True),
-    event_loop.HEARTBEAT: ScenarioKind(event_loop.run_heartbeat, 3),
+    event_loop.HEARTBEAT: ScenarioKind(partial(event_loop.run, name=event_loop.HEARTBEAT), 3),
 }
 
 

@@ -46,20 +46,12 @@ _BLOCK_BYTES = 1 << 23
 Lags = dict[str, list[float]]
 
 
-def run_heartbeat(setting: Setting) -> Scenario:
-    """Returns the lag while saving and restoring; call it in a fresh process."""
-    log = Log(HEARTBEAT, setting.rounds)
-    tree = asyncio.run(_heartbeat(setting, log))
-    summary = "f32 in equal large leaves, saved and restored from an event loop"
-    return log.result(HEARTBEAT, summary, tree)
-
-
-def run_blocked_loop(setting: Setting) -> Scenario:
-    """Returns seconds from the snapshot to the commit; call it in a fresh process."""
-    log = Log(BLOCKED_LOOP, setting.rounds)
-    tree = asyncio.run(_blocked_loop(setting, log))
-    summary = "f32 in equal large leaves, committed beside a loop that is blocked"
-    return log.result(BLOCKED_LOOP, summary, tree)
+def run(setting: Setting, name: str) -> Scenario:
+    """Returns the samples of one of the two; call it in a fresh process."""
+    log = Log(name, setting.rounds)
+    measure, how = _SCENARIOS[name]
+    tree = asyncio.run(measure(setting, log))
+    return log.result(name, f"f32 in equal large leaves, {how}", tree)
 
 
 async def _opened(stack: AsyncExitStack, setting: Setting) -> dict[str, AsyncPeer]:
@@ -229,3 +221,9 @@ def _spin() -> None:
     end = time.perf_counter() + _BLOCK_SECONDS
     while time.perf_counter() < end:
         pass
+
+
+_SCENARIOS = {
+    HEARTBEAT: (_heartbeat, "saved and restored from an event loop"),
+    BLOCKED_LOOP: (_blocked_loop, "committed beside a loop that is blocked"),
+}

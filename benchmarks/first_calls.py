@@ -63,15 +63,13 @@ STATES: Mapping[str, Workload] = MappingProxyType(
 
 
 def run_save(setting: Setting) -> Scenario:
-    """Returns what the first save of a process costs; peers alternate, process by process.
+    """Returns what the first save of a process costs; peers take turns, process by process.
 
     The first round is kept apart here too: it pays for reading the libraries from disk.
     """
     log = Log(SAVE, setting.rounds)
-    for turn in range(setting.rounds + 1):
-        for name in setting.asynchronous:
-            place = setting.directory / f"{turn}" / name
-            log.add(turn, name, in_new_process(_first_save, name, place, setting.smoke))
+    for turn, name, place in log.turns({n: setting.directory / n for n in setting.asynchronous}):
+        log.add(turn, name, in_new_process(_first_save, name, place / str(turn), setting.smoke))
     shapes = workloads.large_shapes(setting.smoke)
     return log.result(SAVE, "f32 in equal large leaves, a new process for every save", shapes)
 

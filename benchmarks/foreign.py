@@ -146,14 +146,14 @@ def disk(folder: Path, nbytes: int) -> dict[str, float]:
     path, piece = folder / "disk", mmap.mmap(-1, _PIECE)
     piece[:] = os.urandom(MIB) * (_PIECE // MIB)
     found = {}
-    for name, flags in (("write", os.O_WRONLY | os.O_CREAT), ("read", os.O_RDONLY)):
+    for name, flags, move in (
+        ("write", os.O_WRONLY | os.O_CREAT, os.pwritev),
+        ("read", os.O_RDONLY, os.preadv),
+    ):
         fd = os.open(path, flags | os.O_DIRECT)
         began = time.perf_counter()
         for start in range(0, max(nbytes // _PIECE, 1) * _PIECE, _PIECE):
-            if name == "write":
-                os.pwrite(fd, piece, start)
-            else:
-                os.preadv(fd, [piece], start)
+            move(fd, [piece], start)
         os.fsync(fd)
         found[name] = time.perf_counter() - began
         os.close(fd)

@@ -28,24 +28,16 @@ SAVES = RESTORES = 3
 Array = np.ndarray[Any, Any]
 
 
-def _random_bits(random: np.random.Generator, count: int) -> Array:
-    return random.integers(0, 1 << 32, count, np.uint32).view(np.float32)
-
-
-def _normal(random: np.random.Generator, count: int) -> Array:
-    return random.standard_normal(count, np.float32)
-
-
 def _half_zeros(random: np.random.Generator, count: int) -> Array:
     """Every other value zero, the others of few bits, as weights are that came from bfloat16."""
-    values = _normal(random, count)
+    values = random.standard_normal(count, np.float32)
     values[::2] = 0
     return values.astype(jnp.bfloat16).astype(np.float32)
 
 
 VALUES: Mapping[str, Callable[[np.random.Generator, int], Array]] = {
-    "random bits": _random_bits,
-    "normal": _normal,
+    "random bits": lambda random, n: random.integers(0, 1 << 32, n, np.uint32).view(np.float32),
+    "normal": lambda random, n: random.standard_normal(n, np.float32),
     "half zeros": _half_zeros,
 }
 FORMATS = {

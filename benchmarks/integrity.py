@@ -115,7 +115,9 @@ def _one_turn(tree: Any, directory: Path, turn: int) -> Round:
             del save
         step = peer.place(1)
         # In memory there is nothing beside it.
-        caches = {"warm": warm} if _is_memory(directory) else {"warm": warm, "cold": drop}
+        caches = (
+            {"warm": warm} if (file_system(directory) == "tmpfs") else {"warm": warm, "cold": drop}
+        )
         for what, prepare in caches.items():
             for how, scope in _ways(turn, _RESTORING):
                 prepare(step)
@@ -253,7 +255,7 @@ def _read(arrays: dict[str, np.ndarray], place: Path, checksum: bool) -> dict[st
 
 def _rows(tree: Any, directory: Path, samples: Samples) -> list[list[str]]:
     nbytes = size_bytes(tree)
-    in_memory = _is_memory(directory)
+    in_memory = file_system(directory) == "tmpfs"
     goal = GOAL_IN_MEMORY if in_memory else GOAL_ON_DISK
     head = [f"{size(nbytes)} in {len(jax.tree.leaves(tree)):,} leaves"]
     head.append("memory" if in_memory else "disk")
@@ -283,7 +285,3 @@ def _spread(costs: Sequence[Cost]) -> str:
     """Returns how far single rounds lie from their median, as a share of it."""
     median = _median(costs, "seconds")
     return f"±{max(abs(cost.seconds - median) for cost in costs) / median:.0%}"
-
-
-def _is_memory(directory: Path) -> bool:
-    return file_system(directory) in ("tmpfs", "ramfs")

@@ -29,7 +29,6 @@ from benchmarks.workloads import abstract
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-Flow = tuple[str, "Callable[[], Awaitable[Any]]"]
 _BEAT_SECONDS = 0.002
 # What is wanted of the p99 and of the worst beat, in seconds.
 _BOUNDS = 0.01, 0.05
@@ -103,13 +102,15 @@ def _run(smoke: bool, parent: Path) -> dict[str, list[Lag]]:
 async def _measured(smoke: bool, root: Path) -> dict[str, list[Lag]]:
     found = {}
     async with ckpt.CheckpointManager(root / "run", keep=ckpt.keep.Latest(2)) as mgr:
-        for name, call in _flows(mgr, root / "run", smoke):
+        for name, call in _flows(mgr, root / "run", smoke).items():
             for label in ("first", "later"):
                 found[f"{name}, {label}"] = await beats_during(call)
     return found
 
 
-def _flows(mgr: ckpt.CheckpointManager, place: Path, smoke: bool) -> list[Flow]:
+def _flows(
+    mgr: ckpt.CheckpointManager, place: Path, smoke: bool
+) -> dict[str, Callable[[], Awaitable[Any]]]:
     """Return the flows; each may run any number of times, in this order."""
     large = workloads.make(workloads.large_shapes(smoke))
     small = {f"leaf_{n}": n * 1.0 for n in range(50 if smoke else 5000)}
@@ -125,19 +126,16 @@ def _flows(mgr: ckpt.CheckpointManager, place: Path, smoke: bool) -> list[Flow]:
         drop(place / str(latest))
         await mgr.restore()
 
-    return [
-        ("save of 5,000 leaves", lambda: save(small)),
-        ("restore of 5,000 leaves", lambda: mgr.restore()),
-        ("save", lambda: save(large)),
-        ("restore", lambda: mgr.restore()),
-        ("restore from the disk", restore_cold),
-        ("restore like", lambda: mgr.restore(None, abstract(large))),
-        ("verify", lambda: mgr.verify(latest)),
-        (
-            "convert",
-            lambda: ckpt.convert(place / str(latest), place / "copy", if_exists="replace"),
-        ),
-    ]
+    return {
+        "save of 5,000 leaves": lambda: save(small),
+        "restore of 5,000 leaves": lambda: mgr.restore(),
+        "save": lambda: save(large),
+        "restore": lambda: mgr.restore(),
+        "restore from the disk": restore_cold,
+        "restore like": lambda: mgr.restore(None, abstract(large)),
+        "verify": lambda: mgr.verify(latest),
+        "convert": lambda: ckpt.convert(place / str(latest), place / "copy", if_exists="replace"),
+    }
 
 
 async def beats_during(call: Callable[[], Awaitable[Any]]) -> list[Lag]:

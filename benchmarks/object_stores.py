@@ -149,10 +149,6 @@ def _large(nbytes: int) -> dict[str, Any]:
     }
 
 
-def _small() -> dict[str, Any]:
-    return {f"leaf{n:05}": np.full(1024, n, np.float32) for n in range(LEAVES)}
-
-
 def _speed(kind: str) -> Rows:
     """Rows: seconds of saves and restores of a large state, and their share of the cap."""
     state, saves, restores = _large(LARGE), [], []
@@ -192,7 +188,7 @@ def _requests(kind: str) -> Rows:
         rows.append((f"{kind}, {what}", str(len(seen)), text))
         return made
 
-    state = _small()
+    state = {f"leaf{n:05}": np.full(1024, n, np.float32) for n in range(LEAVES)}
     with line(kind, 0.0, 0.0) as where:
         root = where.open(uuid.uuid4().hex)
         mgr = row("opening a new root", lambda: ckpt.sync.CheckpointManager(root).__enter__())

@@ -264,9 +264,6 @@ class RawPeer(Peer):
         arrays = jax.device_put(views, [leaf.sharding for leaf in leaves], may_alias=False)
         return jax.tree.unflatten(structure, jax.block_until_ready(arrays))
 
-    def close(self) -> None:
-        self._buffer = np.empty(0, np.uint8)
-
 
 @dataclass(frozen=True, slots=True)
 class PeerKind:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import event_loop, growth, overlap, throughput
 from benchmarks.results import BASELINE
-from benchmarks.tables import digits, label, ratio, size, times, value
+from benchmarks.tables import digits, label, ratio, size, state, times, value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,15 +65,12 @@ _OTHER = ("#7a7a7a", _LIGHT)
 _PHASES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "span": ("#009e73", _LIGHT),
-        "blocked": ("#d55e00", _LIGHT),
+        **dict.fromkeys(("blocked", "publish"), ("#d55e00", _LIGHT)),
         "snapshot": ("#f0e442", _DARK),
         "stage": ("#e69f00", _DARK),
-        "encode": ("#cc79a7", _DARK),
         "digest": ("#56b4e9", _DARK),
         "write": ("#0072b2", _LIGHT),
-        "merge": ("#cc79a7", _DARK),
-        "record": ("#cc79a7", _DARK),
-        "publish": ("#d55e00", _LIGHT),
+        **dict.fromkeys(("encode", "merge", "record"), ("#cc79a7", _DARK)),
     }
 )
 
@@ -147,7 +144,7 @@ def _ratios(pyplot: Any, run: Results) -> Any:
         _ratio_bars(axes, scenarios, peers, measure)
         axes.set_title(title)
     panels[0][0].set_yticks(
-        range(len(scenarios)), [f"{each.name}\n{_state(each)}" for each in scenarios]
+        range(len(scenarios)), [f"{each.name}\n{state(each)}" for each in scenarios]
     )
     panels[0][0].invert_yaxis()
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=_COLORS[peer], label=label(peer))
@@ -205,10 +202,6 @@ def _ratio_bars(
     room = (high / low) ** 0.16
     axes.set_xlim(low / (room if min(shown) < 1 else 1), high * room)
     axes.grid(axis="x")
-
-
-def _state(scenario: Scenario) -> str:
-    return f"{size(scenario.size_bytes)} in {scenario.leaves:,} leaves"
 
 
 def _training(pyplot: Any, run: Results) -> Any:

@@ -18,7 +18,7 @@ from benchmarks import overlap, results, tables
 from benchmarks.pages import updated
 from benchmarks.peers import PEERS
 from benchmarks.results import BASELINE, HISTORY, OURS
-from benchmarks.tables import label, size, table, times, value
+from benchmarks.tables import label, state, table, times, value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -277,11 +277,6 @@ def machine(run: Results) -> str:
     return f"{facts['cores_usable']} cores, {facts['memory_gib']:g} GiB and {facts['file_system']}"
 
 
-def state(scenario: Scenario) -> str:
-    """Returns the size of the state of a scenario."""
-    return f"{size(scenario.size_bytes)} in {scenario.leaves:,} leaves"
-
-
 def rounds(scenarios: Iterable[Scenario]) -> str:
     """Returns how many rounds the samples of these scenarios have."""
     found = {
@@ -301,13 +296,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--results", type=Path, nargs="+", default=[RESULTS], help="files of runs on one machine; "
         "of a scenario in two of them, the later; default: %(default)s")  # fmt: skip
-    add("--page", type=Path, default=PAGE, help="default: %(default)s")
     chosen = parser.parse_args(arguments)
 
     run = results.merged([results.read(path) for path in chosen.results])
     if run.smoke:
         parser.error("a smoke run: its figures are not for publication")
-    publish(run, chosen.page)
+    publish(run, PAGE)
 
 
 if __name__ == "__main__":

@@ -235,11 +235,8 @@ def drop(place: Path) -> None:
     """
     os.sync()  # pages that are not written back stay
     for file in _files(place):
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+        with open(file, "rb", buffering=0) as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _files(place: Path) -> list[Path]:

@@ -53,8 +53,10 @@ SCENARIOS: Mapping[str, ScenarioKind] = MappingProxyType(
         },
         overlap.NAME: ScenarioKind(overlap.run, 7, 5),
         throughput.BLOCKED_SMALL: ScenarioKind(throughput.run_blocked_small, 5, 3),
-        event_loop.HEARTBEAT: ScenarioKind(event_loop.run_heartbeat, 5, 3),
-        event_loop.BLOCKED_LOOP: ScenarioKind(event_loop.run_blocked_loop, 5, 3),
+        **{
+            name: ScenarioKind(partial(event_loop.run, name=name), 5, 3)
+            for name in (event_loop.HEARTBEAT, event_loop.BLOCKED_LOOP)
+        },
         memory.NAME: ScenarioKind(memory.run, 1, 1, makes_processes=True),
         first_calls.SAVE: ScenarioKind(first_calls.run_save, 5, 3, makes_processes=True),
         **{

@@ -85,6 +85,11 @@ def size(count: float) -> str:
     return f"{count / 2**30:g} GiB" if count >= 2**30 else f"{count / 2**20:,.3g} MiB"
 
 
+def state(scenario: Scenario) -> str:
+    """Returns the size of the state of a scenario."""
+    return f"{size(scenario.size_bytes)} in {scenario.leaves:,} leaves"
+
+
 def ratio(scenario: Scenario, over: str, row: str, measure: str) -> float | None:
     """Returns the median of row `over` divided by that of `row`: 2 is twice as fast."""
     above, below = scenario.sample(over, measure), scenario.sample(row, measure)
@@ -119,12 +124,8 @@ def _cell(scenario: Scenario, row: str, cell: str) -> str:
     if sample is None:
         return ""
     match how:
-        case "first":
-            return value(sample.first, sample.unit)
-        case "median":
-            return value(sample.median, sample.unit)
-        case "high":
-            return value(sample.high, sample.unit)
+        case "first" | "median" | "high":
+            return value(getattr(sample, how), sample.unit)
         case "MB/s":
             return f"{scenario.size_bytes / sample.median / 1e6:,.0f}"
         case "vs Orbax":

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +47,7 @@ ASKED = 1.05
 DRAIN_LEAVES, DRAINED_SAVES, WARM_SAVES, SECONDS_A_SAVE = 8, 4, 1, 2.5
 _CALIBRATION = 20
 
-Way = Literal["disk", "drain"]
-WAYS: tuple[Way, Way] = ("disk", "drain")
+WAYS = ("disk", "drain")
 
 
 # What a run has taken: `blocked` is the median of the calls of `save`, `trained` the loop with its
@@ -63,17 +62,12 @@ def tiers(place: Path, *, rounds: int = 5, mib: int = 512) -> str:
     where = in_new_process(machine_facts, place)
     lines = []
     for row, found in _measured(place, rounds, nbytes).items():
-        near = value(statistics.median(one for one, _ in found))
-        far = [other for _, other in found if other is not None]
-        ratios = [other / one for one, other in found if other]
-        lines.append(
-            (
-                row,
-                near,
-                value(statistics.median(far)) if far else "",
-                times(statistics.median(ratios)) if far else "",
-            )
-        )
+        far = [(other, other / one) for one, other in found if other is not None]
+        cells = ["", ""]
+        if far:
+            seconds, ratio = (statistics.median(each) for each in zip(*far, strict=True))
+            cells = [value(seconds), times(ratio)]
+        lines.append((row, value(statistics.median(one for one, _ in found)), *cells))
     return (
         f"{size(nbytes)} in {LEAVES} arrays; medians of {rounds} rounds, and of their ratios; "
         f"{where['cores']} cores, {where['file_system']}, arrays on {where['devices']}.\n\n"
@@ -217,7 +211,7 @@ def drains(place: Path, *, rounds: int = 7, mib: int = 128) -> str:
     )
 
 
-def _runs(place: Path, rounds: int, nbytes: int) -> list[dict[Way, Run]]:
+def _runs(place: Path, rounds: int, nbytes: int) -> list[dict[str, Run]]:
     """Returns what the runs of each round have taken."""
     from benchmarks.object_stores import BANDWIDTH, LATENCY_S, line
 
@@ -228,7 +222,7 @@ def _runs(place: Path, rounds: int, nbytes: int) -> list[dict[Way, Run]]:
         # How many steps make the time between two saves: the same number for all.
         steps = in_new_process(_steps_between_saves, ours, nbytes)
         for number in range(rounds):
-            runs: dict[Way, Run] = {}
+            runs: dict[str, Run] = {}
             for way in WAYS if number % 2 else reversed(WAYS):
                 disk = place / f"{number}-{way}"
                 root = store.open(f"{number}") if way == "drain" else None

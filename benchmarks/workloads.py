@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PyTree = Any
 Shapes = Any  # a PyTree of jax.ShapeDtypeStruct
+COUNTER = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,6 @@ class Workload:
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
     """Returns the description of one f32 leaf."""
     return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def int32() -> jax.ShapeDtypeStruct:
-    """Returns the description of a counter."""
-    return jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def make(shapes: Shapes) -> PyTree:
@@ -160,8 +156,8 @@ def transformer_shapes(smoke: bool, params_dtype: Any = jnp.float32) -> Shapes:
         "params": jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, params_dtype), moments
         ),
-        "adam": {"count": int32(), "mu": moments, "nu": moments},
-        "step": int32(),
+        "adam": {"count": COUNTER, "mu": moments, "nu": moments},
+        "step": COUNTER,
     }
 
 
@@ -221,7 +217,7 @@ def trainer_shapes(smoke: bool) -> Shapes:
 def state_shapes(layers: int, rows: int, columns: int = 1024) -> Shapes:
     """Returns params, both moments, and a counter."""
     params = {f"layer_{i:02d}": f32(rows, columns) for i in range(layers)}
-    return {"params": params, "mu": params, "nu": params, "step": int32()}
+    return {"params": params, "mu": params, "nu": params, "step": COUNTER}
 
 
 def _loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
