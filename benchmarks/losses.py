@@ -22,12 +22,12 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from benchmarks.tables import table, value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from tests.support.snapshots import Trainer
 
@@ -47,12 +47,13 @@ def lost(place: Path, *, rounds: int = 3) -> str:
             for same_host in (True, False):
                 root = Path(tempfile.mkdtemp(dir=place)) / "run"
                 found[name, same_host].append(_lost_run(way, root, same_host=same_host))
-                shutil.rmtree(root)
     rows = []
     for name in _WAYS:
         same, other = ([list(each) for each in zip(*found[name, here], strict=True)]
                        for here in (True, False))  # fmt: skip
-        rows.append((name, str(max(same[0])), str(max(other[0])), _median(same[1])))
+        rows.append(
+            (name, str(max(same[0])), str(max(other[0])), value(statistics.median(same[1])))
+        )
     head = ("how it ends", "steps lost, same host", "steps lost, another host", "continues after")
     return (
         f"Runs of {SNAPSHOTS} snapshots or more of 7.5 MiB after a save to the root; the most of "
@@ -61,8 +62,22 @@ def lost(place: Path, *, rounds: int = 3) -> str:
     )
 
 
-def _median(seconds: Sequence[float]) -> str:
-    return value(statistics.median(seconds))
+@contextlib.contextmanager
+def _running(*command: object) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """Runs a program in a new Python; ends it with its processes that have no sessions."""
+    with subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +142,7 @@ _WAYS = {
 def _lost_run(way: _Way, root: Path, *, same_host: bool) -> Loss:
     import ckpt.sync
     from tests.support.numbered_states import state_of
+    from tests.support.snapshots import PROGRAM as program
     from tests.support.snapshots import shared_memory, trainer
 
     with ckpt.sync.CheckpointManager(root) as mgr:
@@ -141,14 +157,15 @@ def _lost_run(way: _Way, root: Path, *, same_host: bool) -> Loss:
                 said += run.end()[0]
             run.process.wait()
             began = time.perf_counter()
-            with trainer(root, memory if same_host else other, "wait", -1, 1) as following:
-                assert following.process.stdout is not None
-                start = following.process.stdout.readline()
+            # A new Python, and no fork of one that has imported all.
+            where = memory if same_host else other
+            with _running(program, root, where, "wait", -1, 1) as (_, output):
+                start = output.readline()
                 seconds = time.perf_counter() - began
                 if same_host and way.then != "raise":
                     said += run.end()[0]
-        newest = max(int(line.split()[1]) for line in said if line.startswith("ack "))
-        return newest - (int(start.split()[1]) - 1), seconds
+        newest = max(int(line[4:]) for line in said if line.startswith("ack "))
+        return newest + 1 - int(start.split()[1]), seconds
 
 
 def lost_jobs(place: Path, *, rounds: int = 3) -> str:
@@ -164,7 +181,7 @@ def lost_jobs(place: Path, *, rounds: int = 3) -> str:
     rows = []
     for name, losses in found.items():
         steps, seconds = zip(*losses, strict=True)
-        rows.append((name, str(max(steps)), _median(seconds)))
+        rows.append((name, str(max(steps)), value(statistics.median(seconds))))
     return (
         f"A job of {PROCESSES} processes that takes a snapshot every 20 steps and saves to its "
         f"root every {SAVE_EVERY}, killed after step {KILLED_AT}; the most of {rounds} "
@@ -202,24 +219,24 @@ _KILLED = {
 
 
 def _lost_job(killed: _Killed, root: Path, memory: Path) -> Loss:
-    with _Job(root, memory) as job:
-        processes = [int(each) for each in job.read_to("processes")]
-        job.read_to(f"step {KILLED_AT}")
+    with _job(root, memory) as (job, output):
+        processes = [int(each) for each in _read_to(output, "processes")]
+        _read_to(output, f"step {KILLED_AT}")
         began = time.perf_counter()
         for number in killed.processes:
             os.kill(processes[number], signal.SIGKILL)
         if not killed.terminates:
             _lose(memory, killed.hosts)
-            start = int(job.read_to("resumed at step")[-1])
+            start = int(_read_to(output, "resumed at step")[-1])
             return KILLED_AT + 1 - start, time.perf_counter() - began
-        job.process.terminate()
+        job.terminate()
         # Until the agents have closed it, too.
-        rest = job.output.read()
+        rest = output.read()
         _lose(memory, killed.hosts)
     last = max([KILLED_AT, *(int(each[5:]) for each in rest.split("\n") if each[:5] == "step ")])
     began = time.perf_counter()
-    with _Job(root, memory) as job:
-        start = int(job.read_to("resumed at step")[-1])
+    with _job(root, memory) as (_, output):
+        start = int(_read_to(output, "resumed at step")[-1])
         # It has made steps, and taken snapshots, after the last one that it told.
         return max(last + 1 - start, 0), time.perf_counter() - began
 
@@ -229,31 +246,14 @@ def _lose(memory: Path, hosts: Sequence[int]) -> None:
         shutil.rmtree(memory / f"host-{number}", ignore_errors=True)
 
 
-class _Job:
-    """A job with all its processes, which ends with the body; agents have sessions of their own."""
+def _job(root: Path, memory: Path) -> Any:
+    options = ["--root", root, "--hosts", memory, "--processes", PROCESSES, "--steps", NEVER]
+    return _running(PROGRAM, *options, "--save-every", SAVE_EVERY)
 
-    def __init__(self, root: Path, memory: Path) -> None:
-        options = ["--root", root, "--hosts", memory, "--processes", PROCESSES, "--steps", NEVER]
-        self.process = subprocess.Popen(
-            [sys.executable, PROGRAM, *map(str, options), "--save-every", str(SAVE_EVERY)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        assert self.process.stdout is not None
-        self.output: IO[str] = self.process.stdout
 
-    def __enter__(self) -> _Job:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def read_to(self, start: str) -> list[str]:
-        """Returns the words of the next line that begins so, after that."""
-        for line in self.output:
-            if line.startswith(start):
-                return line.removeprefix(start).split()
-        raise AssertionError(f"the job has ended without {start!r}")
+def _read_to(output: IO[str], start: str) -> list[str]:
+    """Returns the words of the next line that begins so, after that."""
+    for line in output:
+        if line.startswith(start):
+            return line.removeprefix(start).split()
+    raise AssertionError(f"the job has ended without {start!r}")

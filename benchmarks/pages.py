@@ -74,7 +74,7 @@ def page_of(name: str) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Makes one table, and prints it or writes it into its page."""
-    given = sys.argv[1:] if arguments is None else arguments
+    given = arguments or sys.argv[1:]
     first = argparse.ArgumentParser(prog="python -m benchmarks.pages", description=main.__doc__)
     first.add_argument("table", choices=list(TABLES))
     name: str = first.parse_args(given[:1]).table
@@ -93,7 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = vars(parser.parse_args(given[1:]))
     write, parent = options.pop("write"), options.pop("dir")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=parent) as place:
+    # Agents of killed programs may still be writing there when it is removed.
+    with tempfile.TemporaryDirectory("", "bench-", parent, ignore_cleanup_errors=True) as place:
         text = make(Path(place), **options).strip()
     sys.stdout.write(f"{text}\n")
     if options.get("smoke"):
