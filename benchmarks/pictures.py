@@ -424,7 +424,7 @@ def save_figure(timeline: Timeline) -> Any:
                 middle = {"ha": "center", "va": "center", "fontsize": 7, "color": ink}
                 axes.text(left + width / 2, y, inside[0] if inside else "", **middle)
             moved = value(track.busy_ns / 1e9)
-            if track.nbytes and track.group != SPANS:
+            if track.nbytes >= 2**20 and track.group != SPANS:
                 moved = f"{size(track.nbytes)} · {track.nbytes / track.busy_ns:.2f} GB/s"
             axes.text(1.01, y, moved, va="center", transform=axes.get_yaxis_transform())
         axes.set_yticks(range(len(rows)), [track.label for track in rows])

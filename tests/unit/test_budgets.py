@@ -59,7 +59,7 @@ LINES = {
 }
 MODULES = 344
 # Code lines and modules of the benchmarks, which are no part of the package.
-BENCHMARKS = {"lines": 3999, "modules": 27}
+BENCHMARKS = {"lines": 4000, "modules": 27}
 # A manager is opened, saves or restores three leaves, and is closed, in a new process.
 RUN = {
     "save": {"functions": 550, "modules": 75, "imported": 114},
