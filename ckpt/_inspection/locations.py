@@ -156,7 +156,7 @@ async def refuse_doubled(root: RunRoot) -> None:
     Raises:
         InvalidArgumentError: Several steps have one number; names two of them.
     """
-    for step, (first, second, *_) in (await doubled_steps(root)).items():
+    for step, (first, second, *_) in sorted((await doubled_steps(root)).items()):
         raise InvalidArgumentError(
             f"{root.location} has several steps {step}: {first} and {second}. Give the paths of "
             "single steps"

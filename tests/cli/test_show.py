@@ -32,7 +32,7 @@ def leaves() -> dict[str, Any]:
     """Return leaves of every kind."""
     odd = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "int4", "uint2")
     return {
-        "wide": jnp.linspace(-3, 3, 1200, dtype=jnp.float32).reshape(40, 30),
+        "wide": jnp.asarray(np.linspace(-3, 3, 1200, dtype=np.float32).reshape(40, 30)),
         "key": jax.random.key(7),
         "keys": jax.random.split(jax.random.key(7), 3),
         "flags": np.array([True, False, True]),
