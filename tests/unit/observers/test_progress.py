@@ -399,7 +399,7 @@ with ckpt.sync.CheckpointManager({root!r}, formats=formats, observers=bars) as m
 
 
 @pytest.mark.parametrize(
-    ("rows", "chunk_bytes"), [(32, 1 << 18), (28, 1 << 22)], ids=["chunks", "one-chunk"]
+    ("rows", "chunk_bytes"), [(96, 1 << 18), (28, 1 << 22)], ids=["chunks", "one-chunk"]
 )
 def test_a_compressed_save_is_seen_to_go_on_and_leaves_the_line_to_others(
     rows: int, chunk_bytes: int, tmp_path: Path
@@ -415,7 +415,7 @@ def test_a_compressed_save_is_seen_to_go_on_and_leaves_the_line_to_others(
     found = shares(screen)
     assert found == sorted(found)
     assert max(found) < 100
-    if rows == 32:
+    if rows == 96:
         assert len({share for share in found if 10 < share < 90}) >= 3, found
 
 
