@@ -172,20 +172,44 @@ async def list_steps(
     usage = None if by is None else await usage_of(place, by)
     if isinstance(place, Checkpoint):
         listing = RootListing(place.location, [await _list_opened(place)], [], [], None)
-        nbytes = place.opened.stored_bytes or 0
+        nbytes = place.opened.stored_bytes or 0 if usage is None else usage.nbytes
         ancestors = await _ancestors(place) if origins else []
     else:
         listing = await list_root(place, origins=origins)
-        nbytes = sum(each.stored_bytes or 0 for each in listing.steps)
-        if usage is None and local_path(place.location) is not None:
-            nbytes = (await usage_of(place, "step", unfinished=False)).nbytes
+        nbytes = await _bytes_of(place, listing) if usage is None else usage.nbytes
         if origins and listing.steps:
             latest = Checkpoint(place.storage, await place.index.found(None))
             ancestors = await _ancestors(latest)
-    nbytes = nbytes if usage is None else usage.nbytes
     return replace(
         listing, stored_bytes=nbytes, ancestors=ancestors if origins else None, usage=usage
     )
+
+
+class RootLister:
+    """Lists one root again and again; its bytes are counted when its steps have changed."""
+
+    def __init__(self, root: RunRoot) -> None:
+        self._root = root
+        self._counted: tuple[list[object], int] = ([], 0)
+
+    async def read(self) -> RootListing:
+        """Return the contents of the root as they are now.
+
+        Raises:
+            CheckpointError: As in `list_steps`.
+        """
+        listing = await list_root(self._root)
+        steps: list[object] = [(each.name, each.committed) for each in listing.steps]
+        if steps != self._counted[0]:
+            self._counted = steps, await _bytes_of(self._root, listing)
+        return replace(listing, stored_bytes=self._counted[1])
+
+
+async def _bytes_of(root: RunRoot, listing: RootListing) -> int:
+    """Return the bytes of all steps; on a disk, every file is looked at and counts once."""
+    if local_path(root.location) is None:
+        return sum(each.stored_bytes or 0 for each in listing.steps)
+    return (await usage_of(root, "step", unfinished=False)).nbytes
 
 
 async def list_root(root: RunRoot, *, origins: bool = False) -> RootListing:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ckpt._inspection.json_values import json_text
 from ckpt._inspection.leaf_records import summarize
-from ckpt._inspection.listed_steps import list_steps
+from ckpt._inspection.listed_steps import RootLister
 from ckpt._inspection.locations import Checkpoint, RunRoot
 from ckpt._inspection.norms import NormReader
 from ckpt.errors import CheckpointError, StorageError
@@ -75,6 +75,7 @@ class RunReader:
 
     def __init__(self, root: RunRoot) -> None:
         self._root = root
+        self._lister = RootLister(root)
         # By step directory and time of commit, since a step may be saved again.
         self._statistics: dict[tuple[str, object], dict[str, float]] = {}
         self._norms = NormReader(root, most=_MOST_NORM_STEPS)
@@ -91,7 +92,7 @@ class RunReader:
             StorageError: The root cannot be read, or is gone.
         """
         with self._saying_gone():
-            listing = await list_steps(self._root)
+            listing = await self._lister.read()
         timed: dict[str, dict[str, float]] = {}
         known: dict[tuple[str, object], dict[str, float]] = {}
         for each in reversed(listing.steps[-_MOST_TIMED:]):
@@ -101,8 +102,7 @@ class RunReader:
                 found = await self._statistics_of(each.step)
             known[key] = timed[str(each.step)] = found
         self._statistics = known
-        is_store = "://" in self._root.location
-        poll = _POLL_SECONDS_OF_STORES if is_store else _POLL_SECONDS
+        poll = _POLL_SECONDS_OF_STORES if "://" in self._root.location else _POLL_SECONDS
         shown = msgspec.to_builtins(listing)
         _write_out(shown["steps"], shown["unreadable"], shown["attempts"])
         return RunRecord(shown, timed, poll if is_live else 0.0)

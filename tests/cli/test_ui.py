@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -20,9 +21,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import ckpt
+from ckpt._inspection import listed_steps
+from ckpt._inspection.locations import root_at
+from ckpt._inspection.usage import StorageUsage, usage_of
+from ckpt.page.document import RunReader
 from tests.support.command import ckpt_command, environment, in_this_process
 
 
@@ -313,3 +319,32 @@ def test_names_cannot_leave_the_data_of_an_export(tmp_path: Path) -> None:
     assert ckpt_command("ui", tmp_path / "run", "--export", file).status == 0
     assert "<script>alert" not in file.read_text()
     assert evil in embedded(file)["run"]["listing"]["steps"][0]["metrics"]
+
+
+def test_files_are_counted_again_when_the_steps_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A live page asks every two seconds, and a root may have many files, on a slow disk."""
+    counts = []
+
+    async def counting(*args: Any, **options: Any) -> StorageUsage:
+        counts.append(await usage_of(*args, **options))
+        return counts[-1]
+
+    monkeypatch.setattr(listed_steps, "usage_of", counting)
+
+    async def main() -> None:
+        root = await root_at(str(tmp_path))
+        reader = RunReader(root)
+        async with ckpt.CheckpointManager(tmp_path) as mgr:
+            for step in (1, 2):
+                await mgr.save(step, {"w": np.arange(1000)}, durable=True)
+                found = [(await reader.run()).listing["stored_bytes"] for _ in range(3)]
+                assert len(counts) == step
+                assert found == [counts[-1].nbytes] * 3
+            # The oldest of many steps goes, and no other comes.
+            await mgr.delete(1)
+            assert (await reader.run()).listing["stored_bytes"] == counts[-1].nbytes
+            assert len(counts) == 3
+
+    asyncio.run(main())

@@ -38,7 +38,7 @@ LINES = {
     "_conversion": 1957,
     "_engine": 5047,
     "_format": 1880,
-    "_inspection": 3278,
+    "_inspection": 3289,
     "_interop": 2577,
     "_plan": 3035,
     "_runtime": 646,

@@ -305,7 +305,7 @@ class SaveRun:
     def reporting(self, where: str) -> Iterator[None]:
         """Run the body, which reports a published step; if it raises, the save fails after all.
 
-        Otherwise whoever waits for the commit would wait for ever.
+        Without that, the commit would never be done, and those who wait for it would hang.
         """
         self._commits.drop(self.hooks)
         try:

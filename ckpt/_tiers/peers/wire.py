@@ -11,8 +11,8 @@ the server has listed.
 
 After the hellos, everything that is sent has a tag: the HMAC of its number and its bytes. Each side
 has a key of its own for that, which is the HMAC of both random numbers and of its role, under the
-key of the job. So a tag proves the key of the job, and nobody between the two sides can forge,
-repeat, leave out or turn around anything. Who listens can read it: nothing is encrypted. The tags
+key of the job. So a tag proves that its sender has the key of the job. A relay between the two
+sides cannot forge, repeat, drop or reorder anything. It can read, since nothing is encrypted. Tags
 are HMAC-SHA-256 (RFC 2104, RFC 6234), and so is the derivation of their keys (NIST SP 800-108).
 """
 
