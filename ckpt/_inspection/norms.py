@@ -10,20 +10,17 @@ import numpy as np
 from msgspec import Struct
 
 from ckpt._format.manifest import ItemEntry
-from ckpt._inspection.leaf_records import leaf_records
 from ckpt._inspection.locations import RunRoot
 from ckpt._steps.opened import open_step
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
-from ckpt._tree.leaf_names import compile_rule, near_miss
 from ckpt._vitals.signs import LeafSigns, join_signs, no_signs, signs_of
-from ckpt.errors import CheckpointError, InvalidArgumentError
+from ckpt.errors import CheckpointError
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
-DEPTH = 2
-# Least number of steps: the first and the last.
-LEAST_STEPS = 2
+# How many keys of a leaf path name a layer, not counting numbers.
+_DEPTH = 2
 
 
 class LayerNorms(Struct, frozen=True):
@@ -76,24 +73,15 @@ StepLayers = dict[str, tuple[int, LeafSigns | None]]
 class NormReader:
     """Reads the norms of a run; reads the manifest of each step once."""
 
-    def __init__(
-        self, root: RunRoot, *, most: int, depth: int = DEPTH, select: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, root: RunRoot, *, most: int) -> None:
         """Read the steps of `root`.
 
         Args:
             root: The run.
             most: Limit of the number of steps, besides the first with values that are not finite.
-            depth: Number of keys of a leaf path that name a layer, not counting numbers.
-            select: Patterns of the leaves to include; all leaves if there are none.
-
-        Raises:
-            InvalidArgumentError: A pattern is not valid.
         """
         self._root = root
         self._most = most
-        self._depth = depth
-        self._rules = [(pattern, compile_rule(pattern)[0][1]) for pattern in select]
         # By directory, attempt and commit time: a step that is saved again has other ones.
         self._known: dict[tuple[str, str, int], StepLayers] = {}
 
@@ -101,7 +89,6 @@ class NormReader:
         """Return the norms as they are now.
 
         Raises:
-            InvalidArgumentError: A pattern fits no array in any step.
             StorageError: The root cannot be read.
         """
         listed = await self._root.index.refresh()
@@ -118,8 +105,6 @@ class NormReader:
                 found = await self._layers_of(step.step_dir, number)
             if found is not None:
                 self._known[key] = read[number] = found
-        if self._rules and read and not any(read.values()):
-            raise InvalidArgumentError(await self._nothing(max(read)))
         unknown = [
             step
             for step, layers in read.items()
@@ -155,21 +140,18 @@ class NormReader:
         table = item.leaves
         numbers, owners, layers = [], [], dict[str, int]()
         paths = unboxed_names(item.nodes, table.names)
-        # Counters and other integers are no layers, unless they are chosen.
+        # Counters and other integers are no layers.
         wanted = [
             form.kind in ARRAY_KINDS
             and form.kind != "key"
-            and (bool(self._rules) or not re.search("int|bool", form.dtype or ""))
+            and not re.search("int|bool", form.dtype or "")
             for form in table.forms
         ]
         for number, form in enumerate(table.form.tolist()):
             # The norm of an array that is stored once counts once; the norm of a key says nothing.
             if not wanted[form] or number in table.same_as:
                 continue
-            path = paths[number]
-            if self._rules and not any(covers(path) for _, covers in self._rules):
-                continue
-            layer = ": ".join(filter(None, (item_name, layer_of(path, self._depth))))
+            layer = ": ".join(filter(None, (item_name, layer_of(paths[number]))))
             numbers.append(number)
             owners.append(layers.setdefault(layer, len(layers)))
         of_layer: Integers = np.array(owners, np.int64)
@@ -181,21 +163,14 @@ class NormReader:
             for (name, at), count in zip(layers.items(), counts, strict=True)
         }
 
-    async def _nothing(self, step: int) -> str:
-        opened = await self._root.index.found(step)
-        paths = [each.path for each in leaf_records(opened.manifest) if each.is_array]
-        hint = near_miss(self._rules[0][0], paths)
-        patterns = ", ".join(repr(pattern) for pattern, _ in self._rules)
-        return f"{self._root.location} has no array that fits {patterns}{hint}"
 
-
-def layer_of(path: str, depth: int) -> str:
+def layer_of(path: str) -> str:
     """Return the first keys of a leaf path; a number belongs to the key before it."""
     keys = path.split(".")
     taken = named = 0
     for key in keys:
         if not key.isdecimal():
-            if named == depth:
+            if named == _DEPTH:
                 break
             named += 1
         taken += 1
@@ -208,7 +183,7 @@ def chosen_steps(steps: Sequence[int], most: int) -> list[int]:
     The distance is a power of two: as the run goes on, most of the steps are chosen again.
     """
     distance = 1
-    while len(range(0, len(steps) - 1, distance)) + 1 > max(most, LEAST_STEPS):
+    while len(range(0, len(steps) - 1, distance)) + 1 > max(most, 2):
         distance *= 2
     return [*steps[: len(steps) - 1 : distance], *steps[-1:]]
 

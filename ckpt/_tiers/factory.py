@@ -164,7 +164,6 @@ def with_tiers(
             str(folder.path),
             settings.flush,
             settings.grace_seconds,
-            settings.first,
             settings.kept_seconds,
             process,
         )

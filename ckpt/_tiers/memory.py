@@ -12,7 +12,6 @@ from typing import Any, SupportsIndex
 
 import anyio
 import jax
-from msgspec.structs import replace
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, StepInfo
@@ -301,14 +300,12 @@ class MemoryTier:
     def saved(self, info: StepInfo) -> None:
         """Tell the agent about a step that is in the root."""
         if info.step is not None:
-            seconds = info.statistics.written
-            rate = info.nbytes / seconds if seconds else self._saved.bytes_per_second
-            self._saved = StepInRoot(max(info.step, self._saved.step), rate)
+            self._saved = StepInRoot(max(info.step, self._saved.step))
             self._agent.tell(self._saved)
 
     def saved_already(self, step: int | None) -> None:
         """Tell the agent the greatest step of the root, even if it was greater before."""
-        self._saved = replace(self._saved, step=-1 if step is None else step)
+        self._saved = StepInRoot(-1 if step is None else step)
         self._agent.tell(self._saved)
 
     def greeting(self) -> list[ToAgent]:

@@ -93,10 +93,8 @@ class SharedMemory:
             SIGTERM or a signal of `save_when.Preempted`, and when the manager is closed,
             also by an exception. Newer steps in the root make this unnecessary. In a job, the
             agents of all processes write it together, once such an end has come to each of them.
-        grace_seconds: Time for which this host lives on after such a signal. If it is too short for
-            all items, judged by the speed of earlier saves, the items of `first` are written first;
-            not in jobs of several processes.
-        first: Names of items, in the order in which they matter when time is short.
+        grace_seconds: Time for which this host lives on after such a signal. The agents of a job
+            of several processes wait for each other no longer.
         kept_seconds: Time for which a snapshot waits for a restarted process after its process has
             died. Then its memory is released.
         directory: A folder in a file system in memory, for the snapshots.
@@ -117,7 +115,6 @@ class SharedMemory:
     budget_bytes: int | None = None
     flush: bool = True
     grace_seconds: float = 25.0
-    first: tuple[str, ...] = ("params", "model")
     kept_seconds: float = 3600.0
     directory: str = "/dev/shm"
     peers: PeerCopies | None = None
@@ -131,10 +128,6 @@ class SharedMemory:
         true_or_false("flush", self.flush, of=of)
         number_of_seconds("grace_seconds", self.grace_seconds, of=of, most=_LONGEST_GRACE_SECONDS)
         number_of_seconds("kept_seconds", self.kept_seconds, of=of, most=_LONGEST_KEPT_SECONDS)
-        names: object = self.first
-        if isinstance(names, str) or not all(isinstance(name, str) for name in self.first):
-            raise invalid("first", names, "names of items, such as ('params',)", of=of)
-        object.__setattr__(self, "first", tuple(self.first))
         directory: object = self.directory
         if not isinstance(directory, str) or not os.path.isabs(directory):
             raise invalid("directory", directory, "the text of an absolute path: '/dev/shm'", of=of)

@@ -1,13 +1,10 @@
-"""`ckpt stats --norms`: the norms of layers over steps, and how they are chosen and read."""
+"""The norms of layers over steps, which the page of a run shows: how they are chosen and read."""
 
 from __future__ import annotations
 
 import base64
 import itertools
 import math
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +20,9 @@ import ckpt
 from ckpt._format.manifest_head import FILE_NAME
 from ckpt._inspection import norms
 from ckpt._inspection.locations import root_at
-from ckpt._inspection.norms import NormReader, chosen_steps, layer_of
+from ckpt._inspection.norms import NormReader, NormTable, chosen_steps, layer_of
 from ckpt._steps.opened import open_step
-from tests.support.command import check_golden, ckpt_command, environment, in_this_process, settled
+from tests.support.command import in_this_process
 from tests.support.manifests import contradict, document_of, rewrite
 
 Capsys = pytest.CaptureFixture[str]
@@ -51,11 +48,11 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
-def test_output(as_json: bool, root: Path) -> None:
-    ran = ckpt_command("stats", "--norms", root, *(["--json"] if as_json else []))
-    assert (ran.status, ran.err) == (0, "")
-    check_golden(f"norms{'_json' if as_json else ''}", settled(ran.out, root=root))
+def norms_of(root: Path, most: int = 64) -> NormTable:
+    async def read() -> NormTable:
+        return await NormReader(await root_at(str(root)), most=most).read()
+
+    return anyio.run(read)
 
 
 def arrays_of(step: int) -> dict[str, list[Floats]]:
@@ -68,17 +65,17 @@ def arrays_of(step: int) -> dict[str, list[Floats]]:
     }
 
 
-def test_norms_are_those_of_all_arrays_of_a_layer(root: Path, capsys: Capsys) -> None:
-    found = in_this_process(capsys, "stats", "--norms", root, "--json").json
-    assert found["steps"] == [10, 20, 30, 40, 50, 60]
-    assert (found["unknown"], found["unreadable"], found["nonfinite"]) == ([20], [], [40])
-    layers = {each["name"]: each for each in found["layers"]}
+def test_norms_are_those_of_all_arrays_of_a_layer(root: Path) -> None:
+    found = norms_of(root)
+    assert found.steps == [10, 20, 30, 40, 50, 60]
+    assert (found.unknown, found.unreadable, found.nonfinite) == ([20], [], [40])
+    layers = {each.name: each for each in found.layers}
     assert layers.keys() == arrays_of(10).keys()
-    for at, step in enumerate(found["steps"]):
+    for at, step in enumerate(found.steps):
         for name, arrays in arrays_of(step).items():
             layer = layers[name]
-            assert layer["leaves"] == len(arrays)
-            figures = [layer[key][at] for key in ("norms", "absmax", "nonfinite")]
+            assert layer.leaves == len(arrays)
+            figures = [layer.norms[at], layer.absmax[at], layer.nonfinite[at]]
             if step == 20:
                 assert figures == [None, None, None]
                 continue
@@ -88,43 +85,29 @@ def test_norms_are_those_of_all_arrays_of_a_layer(root: Path, capsys: Capsys) ->
             assert figures[1:] == [np.abs(finite).max(), len(flat) - len(finite)]
 
 
-def test_a_layer_is_chosen_by_patterns_and_depth(root: Path, capsys: Capsys) -> None:
-    def names(*arguments: object) -> list[str]:
-        found = in_this_process(capsys, "stats", "--norms", root, *arguments, "--json").json
-        return [each["name"] for each in found["layers"]]
-
-    assert names("--select", "params.layers") == ["params.layers.0", "params.layers.1"]
-    assert names("--select", "params.*.*.bias", "--select", "count") == [
-        "count",
-        "params.layers.0",
-        "params.layers.1",
-    ]
-    assert names("--depth", 1) == ["params"]
-    assert "params.layers.1.kernel" in names("--depth", 3)
-
-
-def test_the_step_with_nan_is_among_few_steps(root: Path, capsys: Capsys) -> None:
-    found = in_this_process(capsys, "stats", "--norms", root, "--steps", 2, "--json").json
-    assert (found["steps"], found["total"]) == ([10, 40, 60], 6)
-    told = in_this_process(capsys, "stats", "--norms", root, "--steps", 2).out
-    assert "step 40: params.layers.1 has 4 values that are not finite" in told
-    assert told.endswith("3 layers, 3 of 6 steps\n")
+def test_the_step_with_nan_is_among_few_steps(root: Path) -> None:
+    found = norms_of(root, most=2)
+    assert (found.steps, found.total) == ([10, 40, 60], 6)
+    assert {each.name: each.nonfinite for each in found.layers} == {
+        "params.embed": [0, 0, 0],
+        "params.layers.0": [0, 0, 0],
+        "params.layers.1": [0, 4, 0],
+    }
 
 
 @pytest.mark.parametrize(
-    ("path", "depth", "layer"),
+    ("path", "layer"),
     [
-        ("params.layers.0.attn.q", 2, "params.layers.0"),
-        ("params.layers_3.attn.q", 2, "params.layers_3"),
-        ("opt_state.0.mu.layers.0.w", 2, "opt_state.0.mu"),
-        ("opt_state.0.mu.layers.0.w", 3, "opt_state.0.mu.layers.0"),
-        ("0.1.w", 1, "0.1.w"),
-        ("w", 2, "w"),
-        ("3", 2, "3"),
+        ("params.layers.0.attn.q", "params.layers.0"),
+        ("params.layers_3.attn.q", "params.layers_3"),
+        ("opt_state.0.mu.layers.0.w", "opt_state.0.mu"),
+        ("0.1.w.b.0.c", "0.1.w.b.0"),
+        ("w", "w"),
+        ("3", "3"),
     ],
 )
-def test_a_number_belongs_to_the_key_before_it(path: str, depth: int, layer: str) -> None:
-    assert layer_of(path, depth) == layer
+def test_a_number_belongs_to_the_key_before_it(path: str, layer: str) -> None:
+    assert layer_of(path) == layer
 
 
 @given(st.integers(0, 3000), st.integers(0, 80))
@@ -180,9 +163,6 @@ def test_damaged_steps_are_named_and_read_again(root: Path) -> None:
     wrong = document_of(root / "30")
     wrong["items"]["default"]["leaves"]["form"] = "AAAA"
     rewrite(root / "30", wrong)
-    ran = ckpt_command("stats", "--norms", root)
-    assert (ran.status, ran.err) == (0, "")
-    assert "steps that cannot be read: 30" in ran.out
 
     async def looks() -> list[list[int]]:
         reader = NormReader(await root_at(str(root)), most=64)
@@ -193,21 +173,18 @@ def test_damaged_steps_are_named_and_read_again(root: Path) -> None:
     assert anyio.run(looks) == [[30], []]
 
 
-def test_a_step_whose_tree_contradicts_itself_is_named(root: Path, capsys: Capsys) -> None:
+def test_a_step_whose_tree_contradicts_itself_is_named(root: Path) -> None:
     contradict(root / "30")
-    found = in_this_process(capsys, "stats", "--norms", root, "--json").json
-    assert (found["steps"], found["unreadable"]) == ([10, 20, 40, 50, 60], [30])
-    ran = in_this_process(capsys, "stats", "--norms", root)
-    assert (ran.status, ran.err) == (0, "")
-    assert "steps that cannot be read: 30" in ran.out
+    found = norms_of(root)
+    assert (found.steps, found.unreadable) == ([10, 20, 40, 50, 60], [30])
 
 
-def test_a_step_without_arrays_does_not_lack_signs(tmp_path: Path, capsys: Capsys) -> None:
+def test_a_step_without_arrays_does_not_lack_signs(tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         mgr.save(1, {"w": np.ones(2)})
         mgr.save(2, {"count": 3})
-    found = in_this_process(capsys, "stats", "--norms", tmp_path, "--json").json
-    assert (found["steps"], found["unknown"]) == ([1, 2], [])
+    found = norms_of(tmp_path)
+    assert (found.steps, found.unknown) == ([1, 2], [])
 
 
 @pytest.mark.parametrize("column", ["norms", "absmax"])
@@ -227,62 +204,19 @@ def test_numbers_that_no_array_can_have_are_not_known(
     told[columns["names"].index("w")] = number
     columns[column] = base64.b64encode(told.tobytes()).decode()
     rewrite(tmp_path / "run" / "2", lying)
-    found = in_this_process(capsys, "stats", "--norms", tmp_path / "run", "--json").json
-    layers = {each["name"]: each for each in found["layers"]}
-    assert [each is None for each in layers["w"]["norms"]] == [False, True]
-    assert layers["w"]["absmax"] == [1.0, None]
-    assert layers["x"]["norms"] == [2.0, 2.0]
+    layers = {each.name: each for each in norms_of(tmp_path / "run").layers}
+    assert [each is None for each in layers["w"].norms] == [False, True]
+    assert layers["w"].absmax == [1.0, None]
+    assert layers["x"].norms == [2.0, 2.0]
     page = in_this_process(capsys, "ui", tmp_path / "run", "--export", tmp_path / "page.html")
     assert (page.status, page.err) == (0, "")
     assert in_this_process(capsys, "verify", tmp_path / "run" / "2").status == 1
 
 
-def test_runs_without_signs_say_so(tmp_path: Path, capsys: Capsys) -> None:
+def test_the_steps_of_runs_without_signs_are_named(tmp_path: Path) -> None:
     with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
         mgr.save(1, {"w": np.ones(2)})
     with ocp.CheckpointManager(tmp_path / "orbax") as orbax:
         orbax.save(1, args=ocp.args.StandardSave({"w": np.ones(2)}))
-    hint = (
-        "steps without vital signs: 1; save with extensions=[ckpt.extensions.VitalSigns()] "
-        "to have them"
-    )
     for name in ("run", "orbax"):
-        ran = in_this_process(capsys, "stats", "--norms", tmp_path / name)
-        assert ran.status == 0
-        assert ran.out.splitlines() == [
-            hint,
-            f"{tmp_path / name}: 0 layers, 0 of 1 step",
-        ]
-
-
-def test_wrong_uses(root: Path, tmp_path: Path, capsys: Capsys) -> None:
-    (tmp_path / "empty").mkdir()
-    shutil.copytree(root / "10", tmp_path / "single")
-    cases: list[tuple[tuple[object, ...], str]] = [
-        ((root, "--select", "params.layer"), "has no array that fits 'params.layer' (is it"),
-        ((root, "--select", ""), "expected a leaf path"),
-        ((root, "--steps", 1), "--steps"),
-        ((root, "--depth", 0), "--depth"),
-        ((root, "--last", 1), "goes without --last"),
-        ((tmp_path / "empty",), "has no committed step"),
-        ((root / "10",), "is a single checkpoint, not a root of steps"),
-        ((tmp_path / "missing",), str(tmp_path / "missing")),
-    ]
-    for arguments, text in cases:
-        ran = in_this_process(capsys, "stats", "--norms", *arguments)
-        assert (ran.status, ran.out) == (2, ""), arguments
-        assert text in ran.err
-
-
-def test_norms_are_shown_without_jax(root: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "ckpt", "stats", "--norms", str(root)],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=60,
-        check=False,
-    )
-    imported = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
-    assert ran.returncode == 0
-    assert not imported & {"jax", "tensorstore", "pydantic"}
+        assert norms_of(tmp_path / name).unknown == [1]

@@ -88,11 +88,6 @@ def test_where_two_runs_part(url: str, run: Callable[..., Ran]) -> None:
     assert (ran.status, ran.json["is_same"], ran.json["last_same"]) == (0, True, 3)
 
 
-def test_norms_of_a_run(url: str, run: Callable[..., Ran]) -> None:
-    ran = run("stats", "--norms", url, "--json")
-    assert (ran.status, ran.json["steps"], ran.json["unreadable"]) == (0, [1, 2, 3], [])
-
-
 def test_a_damaged_step_is_found(place: Place, url: str, run: Callable[..., Ran]) -> None:
     if place.kind == "memory":
         pytest.skip("nobody else can change it")

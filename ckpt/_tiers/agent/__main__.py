@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tiers.agent.calls import AgentCalls
-from ckpt._tiers.agent.flush import FlushBudget, JobPart, flush, flush_of_job
+from ckpt._tiers.agent.flush import JobPart, flush, flush_of_job
 from ckpt._tiers.agent.messages import (
     AgentSetup,
     Call,
@@ -81,7 +81,6 @@ class SidecarAgent:
         self._snapshots: SnapshotSettings | None = None
         self._claim = ""
         self._newest = -1
-        self._rate: float | None = None
         self._noticed_at: float | None = None
         self._flushing = anyio.Lock()
         self._calls = AgentCalls(setup.legs, self.tell)
@@ -269,8 +268,7 @@ class SidecarAgent:
     ) -> FlushResult | None:
         folder = Path(snapshots.folder)
         if not snapshots.is_of_job:
-            budget = FlushBudget(ends_at, self._rate, snapshots.first)
-            return await flush(folder, self._target, self._newest, budget)
+            return await flush(folder, self._target, self._newest)
         left = self._setup.exit_seconds if ends_at is None else ends_at - time.monotonic()
         part = JobPart(folder, *snapshots.process)
         return await flush_of_job(part, self._target, self._newest, max(left, 0.0))
@@ -331,7 +329,6 @@ class SidecarAgent:
     async def _take(self, message: ToAgent) -> None:
         if isinstance(message, StepInRoot):
             self._newest = message.step
-            self._rate = message.bytes_per_second or self._rate
         elif isinstance(message, FolderClaimed):
             self._snapshots = self._setup.snapshots
             self._claim = message.claim
@@ -383,8 +380,6 @@ class SidecarAgent:
         """Note a step that has arrived in the root."""
         if message.leg == len(self._setup.legs) - 1 and not message.problem:
             self._newest = max(self._newest, message.step)
-            if message.nbytes and message.seconds:
-                self._rate = message.nbytes / message.seconds
 
 
 async def _main(trainer: socket.socket, alarm: socket.socket) -> None:

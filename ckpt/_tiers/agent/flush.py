@@ -1,4 +1,4 @@
-"""Flush of the last snapshot to the root: as an ordinary step, the most important items first.
+"""Flush of the last snapshot to the root, as an ordinary step.
 
 In a job, the agents of all processes join their parts. Each agent offers its snapshots, and the one
 of process 0 leads the newest snapshot that all of them have.
@@ -10,18 +10,14 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
 from msgspec import Struct
-from msgspec.structs import replace
 
-from ckpt._conversion.copies.selection import Selection, everything, selected
+from ckpt._conversion.copies.selection import everything
 from ckpt._conversion.copies.step_copy import ByteCounter, StepCopier
 from ckpt._conversion.copies.step_location import StepLocation, is_copy
-from ckpt._format.manifest import Manifest
-from ckpt._format.manifest_head import DroppedItem
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts
 from ckpt._tiers.agent.messages import FlushResult
@@ -42,35 +38,16 @@ from ckpt.storage._base import Storage
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.storage._manifests import note_branch, read_manifest
 
-# Recorded in a manifest as the policy that took items away.
-_POLICY = "flushed in a hurry"
 _LOOK_SECONDS = 0.5
 
 
-class FlushBudget(Struct, frozen=True):
-    """The time for a flush.
-
-    Attributes:
-        ends_at: Time at which this host may end, by `time.monotonic`; None if it goes on.
-        bytes_per_second: Speed of earlier saves; None if unknown.
-        first: Names of items, in the order in which they matter.
-    """
-
-    ends_at: float | None = None
-    bytes_per_second: float | None = None
-    first: tuple[str, ...] = ()
-
-
-async def flush(
-    folder: Path, target: Storage, after: int, budget: FlushBudget
-) -> FlushResult | None:
+async def flush(folder: Path, target: Storage, after: int) -> FlushResult | None:
     """Write the newest whole snapshot to the root, unless the root has a newer step.
 
     Args:
         folder: The folder with the snapshots.
         target: The root.
         after: The greatest step of the root.
-        budget: The time for it.
 
     Returns:
         The outcome; None if there is nothing to write.
@@ -94,10 +71,10 @@ async def flush(
                 tried.discard(step_dir)
                 continue
             source = StepLocation(LocalStorage(own, Timeouts()), step_dir)
-            done = await _write(source, StepLocation(target, step_dir), budget)
+            nbytes = await _write(source, StepLocation(target, step_dir))
             passed_over = "" if problem is None else problem.problem
             seconds = time.monotonic() - began
-            return replace(done, step=step, seconds=seconds, passed_over=passed_over)
+            return FlushResult(step, seconds, nbytes, passed_over=passed_over)
         except (CorruptCheckpointError, NotACheckpointError, UnsupportedFormatError) as error:
             # An older snapshot may be whole; the fault of the newest is reported.
             problem = problem or FlushResult(step, problem=str(error))
@@ -120,78 +97,17 @@ def link_step(source: Path, target: Path) -> bool:
     return True
 
 
-async def _write(source: StepLocation, target: StepLocation, budget: FlushBudget) -> FlushResult:
+async def _write(source: StepLocation, target: StepLocation) -> int:
+    """Write a step unless it is there already; return how many bytes were moved."""
     manifest = await read_manifest(source.storage, source.name)
     await target.storage.prepare()
     await note_branch(target.storage, manifest.left_behind)
-    found: Manifest | None = None
     # The copy moves a damaged step aside.
     with contextlib.suppress(NotACheckpointError, CorruptCheckpointError):
-        found = await read_manifest(target.storage, target.name)
-    if found is not None and is_copy(manifest, found):
-        return FlushResult(0)
-    has_part = found is not None and _is_part(manifest, found)
+        if is_copy(manifest, await read_manifest(target.storage, target.name)):
+            return 0
     with contextlib.closing(StepCopier(ByteCounter())) as copier:
-        part = None if has_part else _items_in_time(manifest, budget)
-        nbytes = 0
-        if part is not None:
-            nbytes = await copier.copy(source, manifest, part, target, overwrite=False)
-        # Write the rest, too, if the host lives longer than announced.
-        is_replaced = has_part or part is not None
-        nbytes += await copier.copy(
-            source, manifest, everything(manifest), target, overwrite=is_replaced
-        )
-        return FlushResult(0, nbytes=nbytes)
-
-
-def _is_part(manifest: Manifest, found: Manifest) -> bool:
-    """Return True if `found` is a part of the step, written by an earlier hurried flush."""
-    was_flushed = any(each.policy == _POLICY for each in found.dropped)
-    if not was_flushed or not found.items.keys() < manifest.items.keys():
-        return False
-    part = selected(manifest, tuple(found.items))
-    return part is not None and is_copy(part.manifest, found)
-
-
-def _items_in_time(manifest: Manifest, budget: FlushBudget) -> Selection | None:
-    """Return the items to write first; None if there is time for all, or only one item."""
-    if budget.ends_at is None or budget.bytes_per_second is None:
-        return None
-    room = (budget.ends_at - time.monotonic()) * budget.bytes_per_second
-    sizes = {name: _size_of(manifest, name) for name in manifest.items}
-    if sum(sizes.values()) <= room:
-        return None
-    chosen = items_in_time(sizes, room, budget.first)
-    if len(chosen) == len(sizes):
-        return None
-    part = selected(manifest, tuple(chosen))
-    assert part is not None
-    now = time.time_ns()
-    dropped = tuple(
-        DroppedItem(name, now, _POLICY, size) for name, size in sizes.items() if name not in chosen
-    )
-    return replace(part, manifest=replace(part.manifest, dropped=(*manifest.dropped, *dropped)))
-
-
-def items_in_time(sizes: dict[str, int], room: float, first: Sequence[str]) -> list[str]:
-    """Return the items to write if there is room for so many bytes; at least one.
-
-    The most important items come first, then the smallest. The first is always included, since a
-    part of a step is better than none.
-    """
-    order = {name: number for number, name in enumerate(first)}
-    names = sorted(sizes, key=lambda name: (order.get(name, len(order)), sizes[name], name))
-    chosen = names[:1]
-    room -= sizes[chosen[0]]
-    for name in names[1:]:
-        if sizes[name] <= room:
-            chosen.append(name)
-            room -= sizes[name]
-    return chosen
-
-
-def _size_of(manifest: Manifest, item: str) -> int:
-    return sum(file.size for path, file in manifest.files.items() if path.partition("/")[0] == item)
+        return await copier.copy(source, manifest, everything(manifest), target, overwrite=False)
 
 
 class JobPart(Struct, frozen=True):

@@ -28,7 +28,6 @@ class SnapshotSettings(Struct, frozen=True):
     Attributes:
         folder: Folder of the snapshots.
         flush: True to write the last one to the root.
-        first: See `SharedMemory`.
         grace_seconds: See `SharedMemory`.
         kept_seconds: See `SharedMemory`.
         process: Number of the process that takes these snapshots, and number of processes. With
@@ -38,7 +37,6 @@ class SnapshotSettings(Struct, frozen=True):
     folder: str
     flush: bool
     grace_seconds: float
-    first: tuple[str, ...]
     kept_seconds: float
     process: tuple[int, int] = (0, 1)
 
@@ -102,11 +100,9 @@ class StepInRoot(Struct, frozen=True, tag="saved"):
 
     Attributes:
         step: The greatest step of the root.
-        bytes_per_second: Speed of its save, or None.
     """
 
     step: int
-    bytes_per_second: float | None = None
 
 
 class StepAtTier(Struct, frozen=True, tag="step"):

@@ -27,7 +27,7 @@ RENAMED = {
     "forget": "rm --keep-last N",
     "info": "show",
     "log": "ls --long",
-    "norms": "stats --norms",
+    "norms": "ui",
     "tree": "show",
     "undelete": "trash --restore STEP",
     "unpin": "pin --remove",

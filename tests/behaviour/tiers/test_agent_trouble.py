@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import numpy as np
 import pytest
 
 import ckpt
 import ckpt.sync
 from ckpt._settings import Timeouts
 from ckpt._tiers.agent import client
-from ckpt._tiers.agent.flush import FlushBudget, flush
+from ckpt._tiers.agent.flush import flush
 from ckpt._tiers.agent.messages import (
     AgentMessage,
     AgentSetup,
@@ -169,10 +168,10 @@ def test_an_older_snapshot_never_takes_the_place_of_one_that_is_whole(
     """A store that is away for a moment says nothing about the snapshot."""
     in_memory(memory, 5, 6)
     root = _Refusing(tmp_path / "run", 1)
-    first = anyio.run(flush, memory, root, -1, FlushBudget())
+    first = anyio.run(flush, memory, root, -1)
     assert first is not None
     assert (first.step, first.problem) == (6, "step 6: busy")
-    second = anyio.run(flush, memory, root, -1, FlushBudget())
+    second = anyio.run(flush, memory, root, -1)
     assert second is not None
     assert (second.step, second.problem) == (6, "")
     with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
@@ -188,44 +187,12 @@ def test_an_older_one_is_written_where_the_newest_is_damaged(tmp_path: Path, mem
     data[len(data) // 2] ^= 1
     large.unlink()
     large.write_bytes(data)
-    done = anyio.run(flush, memory, LocalStorage(tmp_path / "run", Timeouts()), -1, FlushBudget())
+    done = anyio.run(flush, memory, LocalStorage(tmp_path / "run", Timeouts()), -1)
     assert done is not None
     assert (done.step, done.problem) == (5, "")
     assert "was changed after it was saved" in done.passed_over
     with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
         assert mgr.all_steps() == [5]
-
-
-@pytest.mark.parametrize("is_calm", [True, False])
-def test_the_rest_follows_a_part_that_was_written_in_a_hurry(
-    is_calm: bool, tmp_path: Path, memory: Path
-) -> None:
-    in_memory(memory, 5, params={"w": np.ones(9)}, opt_state={"w": np.zeros(9)})
-    root = _Refusing(tmp_path / "run", 2)
-    budget = FlushBudget(ends_at=0.0, bytes_per_second=1e6, first=("params",))
-    first = anyio.run(flush, memory, root, -1, budget)
-    assert first is not None
-    assert "busy" in first.problem
-    with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
-        assert mgr.metadata(5).info.items == ("params",)
-    done = anyio.run(flush, memory, root, -1, FlushBudget() if is_calm else budget)
-    assert done is not None
-    assert done.problem == ""
-    with ckpt.sync.CheckpointManager(tmp_path / "run") as mgr:
-        assert set(mgr.metadata(5).info.items) == {"opt_state", "params"}
-        assert mgr.verify(5).ok
-
-
-def test_a_part_of_another_step_is_not_replaced(tmp_path: Path, memory: Path) -> None:
-    root = _Refusing(tmp_path / "run", 2)
-    budget = FlushBudget(ends_at=0.0, bytes_per_second=1e6, first=("params",))
-    in_memory(memory, 5, params={"w": np.ones(9)}, opt_state={"w": np.zeros(9)})
-    anyio.run(flush, memory, root, -1, budget)
-    (memory / "steps").rename(memory / "old")
-    in_memory(memory, 5, params={"w": np.full(9, 2)}, opt_state={"w": np.zeros(9)})
-    done = anyio.run(flush, memory, root, -1, FlushBudget())
-    assert done is not None
-    assert "already exists" in done.problem
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")

@@ -7,21 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import ckpt
 import ckpt.sync
 from ckpt._settings import Timeouts
-from ckpt._tiers.agent.flush import FlushBudget, flush, items_in_time
-from ckpt.errors import CheckpointError, StorageError
+from ckpt._tiers.agent.flush import flush
+from ckpt.errors import CheckpointError
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.tiers import SharedMemory, Tier
 from tests.support.numbered_states import state_of
@@ -239,81 +235,13 @@ os.kill(os.getpid(), signal.SIGKILL)
         os.kill(child, signal.SIGKILL)
 
 
-# What is written first when time is short.
-
-
-@given(
-    st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 100), min_size=1),
-    st.floats(-10, 400),
-    st.lists(st.sampled_from("abcdef"), unique=True),
-)
-def test_what_matters_most_comes_first(
-    sizes: dict[str, int], room: float, first: list[str]
-) -> None:
-    chosen = items_in_time(sizes, room, first)
-    assert len(set(chosen)) == len(chosen)
-    assert set(chosen) <= set(sizes)
-    most = [name for name in first if name in sizes]
-    assert chosen[0] == most[0] if most else sizes[chosen[0]] == min(sizes.values())
-    assert sum(sizes[name] for name in chosen[1:]) <= max(room - sizes[chosen[0]], 0)
-    left = [size for name, size in sizes.items() if name not in chosen]
-    assert all(size > room - sum(sizes[name] for name in chosen) for size in left)
-
-
-class _Ending(LocalStorage):
-    """A root on a host that ends once a step was published there."""
-
-    ends = False
-
-    async def begin(self, step_dir: str):  # type: ignore[no-untyped-def]
-        if self.ends:
-            raise StorageError("the host has ended")
-        self.ends = True
-        return await super().begin(step_dir)
-
-
-def test_params_are_saved_when_there_is_no_time_for_the_rest(
-    tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    root = tmp_path / "run"
-    items = {"opt_state": state_of(1), "params": {"w": np.ones(9)}}
-    with ckpt.sync.CheckpointManager(root) as mgr:
-        mgr.save(1, items=items).result()
-    with ckpt.sync.CheckpointManager(memory / "steps") as mgr:
-        mgr.save(5, items=items).result()
-    budget = FlushBudget(ends_at=time.monotonic() - 1, bytes_per_second=1e6, first=("params",))
-    done = anyio.run(flush, memory, _Ending(root, Timeouts()), 1, budget)
-    assert done is not None
-    assert "the host has ended" in done.problem
-    with ckpt.sync.CheckpointManager(root) as mgr:
-        info = mgr.metadata(5).info
-        assert info.items == ("params",)
-        assert [(each.item, each.policy) for each in info.dropped] == [
-            ("opt_state", "flushed in a hurry")
-        ]
-        assert mgr.verify(5).ok
-        assert np.array_equal(mgr.restore(5, items=["params"])["params"]["w"], np.ones(9))
-        # A run needs both, and goes on from the step that has them.
-        fresh = {"opt_state": lambda: state_of(0), "params": {"w": np.ones(9)}}
-        assert mgr.resume(items=fresh)[0] == 2
-        assert [each for each in caplog.messages if "step 5 is passed over" in each]
-    # With time enough, all of it is there in the end.
-    later = FlushBudget(ends_at=time.monotonic() - 1, bytes_per_second=1e6, first=("params",))
-    (root / "5").rename(root / "6.gone")
-    done = anyio.run(flush, memory, LocalStorage(root, Timeouts()), 1, later)
-    assert done is not None
-    assert not done.problem
-    with ckpt.sync.CheckpointManager(root) as mgr:
-        assert mgr.resume(items=fresh)[0] == 6
-
-
 def test_a_step_of_another_run_in_its_place_is_never_replaced(tmp_path: Path, memory: Path) -> None:
     root = tmp_path / "run"
     with ckpt.sync.CheckpointManager(root) as mgr:
         mgr.save(5, {"other": 1}).result()
     with ckpt.sync.CheckpointManager(memory / "steps") as mgr:
         mgr.save(5, {"mine": 1}).result()
-    done = anyio.run(flush, memory, LocalStorage(root, Timeouts()), -1, FlushBudget())
+    done = anyio.run(flush, memory, LocalStorage(root, Timeouts()), -1)
     assert done is not None
     assert "exists" in done.problem
     with contextlib.suppress(CheckpointError), ckpt.sync.CheckpointManager(root) as mgr:

@@ -14,7 +14,7 @@ import pytest
 import ckpt
 import ckpt.sync
 from ckpt._settings import Timeouts
-from ckpt._tiers.agent.flush import FlushBudget, flush
+from ckpt._tiers.agent.flush import flush
 from ckpt.errors import StepNotFoundError
 from ckpt.storage._local.storage import LocalStorage
 from ckpt.tiers import SharedMemory
@@ -66,7 +66,7 @@ def test_an_unhealthy_snapshot_makes_way_also_in_the_root(tmp_path: Path, memory
         mgr.snapshot(20, bad).result()
         assert mgr.resume({"w": np.zeros(2)}, healthy=True)[0] == 11
         [folder] = memory.glob("*/*")
-        done = anyio.run(flush, folder, LocalStorage(root, Timeouts()), 10, FlushBudget())
+        done = anyio.run(flush, folder, LocalStorage(root, Timeouts()), 10)
         assert done is not None
         assert done.problem == ""
         assert mgr.save(20, good).result().step == 20

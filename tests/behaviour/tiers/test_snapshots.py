@@ -284,7 +284,6 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         ({"grace_seconds": -1}, "grace_seconds"),
         ({"kept_seconds": -1}, "kept_seconds"),
         ({"peers": "10.0.0.7"}, r"ckpt.tiers.PeerCopies\(address="),
-        ({"first": "params"}, "names of items"),
         ({"directory": "shm"}, "an absolute path"),
     ]:
         with pytest.raises(InvalidArgumentError, match=text):
