@@ -138,6 +138,7 @@ class SidecarAgent:
 
     async def _end_alone(self) -> None:
         """Write the rest after the trainer has died, and at last release its memory."""
+        _restore_priority()
         snapshots = self._snapshots
         if snapshots is not None and snapshots.is_of_job:
             ends = time.monotonic() + snapshots.kept_seconds
@@ -407,7 +408,7 @@ def _is_owned_again(folder: Path, claim: str) -> bool:
 
 
 def _restore_priority() -> None:
-    """Make this agent's work count as much as the trainer's: the end is near."""
+    """Make this agent's work count as much as the trainer's: the end is near, or was."""
     # The niceness of a process cannot be taken back, but that of its group can.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text("0")

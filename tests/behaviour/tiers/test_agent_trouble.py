@@ -75,8 +75,9 @@ def _priority(process: int) -> tuple[int, str | None]:
     return os.getpriority(os.PRIO_PROCESS, process), said
 
 
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_an_agent_gives_way_to_its_trainer_until_the_end_is_near(
-    tmp_path: Path, memory: Path
+    tmp_path: Path, memory: Path, end: signal.Signals
 ) -> None:
     with trainer(tmp_path, memory, "hold", -1, 2, "handled") as run:
         run.lines(until="held")
@@ -84,7 +85,7 @@ def test_an_agent_gives_way_to_its_trainer_until_the_end_is_near(
         ours, (found, group) = os.getpriority(os.PRIO_PROCESS, 0), _priority(agent)
         assert found == ours + client.NICENESS
         assert group in (None, str(client.NICENESS))
-        run.process.send_signal(signal.SIGTERM)
+        run.process.send_signal(end)
         wait_for(tmp_path, 1)
         assert _priority(agent)[1] in (None, "0")
 
