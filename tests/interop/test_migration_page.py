@@ -49,6 +49,29 @@ ROWS = [
 ]
 LEFT = {word for left, _ in ROWS for code in code_of(left) for word in re.findall(r"\w+", code)}
 RIGHT = [right for _, right in ROWS]
+# What has no row: the page says that such names are the same here, or need no replacement.
+NO_ROW = {
+    "reload",
+    *("ATOMIC_RENAME", "AUTO", "ArrayCheckpointHandler", "ArrayOptions", "AtomicityMode"),
+    *("AtomicityOptions", "BasePyTreeCheckpointHandler", "COMMIT_FILE", "CheckpointLayout"),
+    *("CheckpointablesOptions", "CompositeCheckpointHandler", "CompositeOptions"),
+    *("DEFAULT_ITEM_NAME", "DeletionOptions", "JaxRandomKeyCheckpointHandler"),
+    *("METADATA_ITEM_NAME", "METRIC_ITEM_NAME", "MemoryOptions", "ORBAX", "PathwaysOptions"),
+    *("PyTreeCheckpointHandler", "PyTreeHandler", "PyTreeOptions"),
+    *("RESERVED_CHECKPOINTABLE_KEYS", "RESERVED_ITEM_NAMES", "SAFETENSORS", "SafetensorsOptions"),
+    *("StandardCheckpointHandler", "allow_legacy_atomic_rename", "atomicity_options"),
+    *("barrier_sync_fn", "barrier_sync_key_prefix", "checkpoint_metadata_store"),
+    *("cleanup_tmp_directories", "create_directories_asynchronously", "create_temporary_path"),
+    *("deserialize_root_metadata", "determine_default_item_mode_from_args"),
+    *("enable_per_process_directory_creation", "get_registered_args_cls"),
+    *("get_registered_handler_cls", "get_snapshot_dir_from_step_dir", "get_temporary_path"),
+    *("global_registry", "has_registered_args", "ignore_snapshot_errors"),
+    *("is_async_checkpointer", "lightweight_initialize", "local_registry", "mode", "path_class"),
+    *("prevent_write_metrics", "register_with_handler", "save_context"),
+    *("serialize_root_metadata", "set_immutable", "skip_sync_file_validations", "snapshot_dir"),
+    *("synchronize_next_awaitable_signal_operation_id", "temporary_path", "temporary_path_class"),
+    *("use_ocdbt", "use_zarr3", "v0"),
+}
 
 
 def public(cls: Any) -> set[str]:
@@ -191,7 +214,11 @@ CLASSES = classes()
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_every_public_name_has_its_row(module: str) -> None:
-    assert NAMES[module].keys() - LEFT == set()
+    assert NAMES[module].keys() - LEFT - NO_ROW == set()
+
+
+def test_no_name_has_a_row_and_none() -> None:
+    assert NO_ROW.isdisjoint(LEFT)
 
 
 def full_name(cls: Any) -> str:
@@ -200,7 +227,7 @@ def full_name(cls: Any) -> str:
 
 @pytest.mark.parametrize("cls", sorted(CLASSES, key=full_name), ids=full_name)
 def test_every_member_has_its_row(cls: type) -> None:
-    assert members_of(cls) - LEFT == set()
+    assert members_of(cls) - LEFT - NO_ROW == set()
 
 
 def test_the_walk_has_seen_what_users_know() -> None:
@@ -248,7 +275,7 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("kind", ARGUMENTS)
 def test_every_argument_has_its_row(kind: str) -> None:
-    assert ARGUMENTS[kind] - LEFT == set()
+    assert ARGUMENTS[kind] - LEFT - NO_ROW == set()
 
 
 def test_names_in_private_modules_that_users_meet_have_rows() -> None:
@@ -258,7 +285,7 @@ def test_names_in_private_modules_that_users_meet_have_rows() -> None:
         for name in public(module)
         if name.startswith("RESERVED")
     }
-    assert reserved - LEFT == set()
+    assert reserved - LEFT - NO_ROW == set()
     assert {OperationRecorder.__name__, PrometheusMonitoring.__name__, "CloudLogger"} <= LEFT
     assert {"emergency", "tiering_service"} <= LEFT
 
