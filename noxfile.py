@@ -177,7 +177,8 @@ def types(session: nox.Session) -> None:
     session.run("mypy", *session.posargs)
     # What users' own type checkers see: every public name has a type that needs no guessing.
     python = ("--pythonpath", str(Path(session.bin, "python")))
-    session.run("basedpyright", *python, "--verifytypes", "ckpt", "--ignoreexternal")
+    for package in ("ckpt", "ckpt_orbax"):
+        session.run("basedpyright", *python, "--verifytypes", package, "--ignoreexternal")
     session.run("basedpyright", *python, "--level", "error", "tests/types")
 
 
@@ -202,6 +203,7 @@ def build(session: nox.Session) -> None:
     for command in (
         ("python", "-m", "pip", "install", "--quiet", *installed),
         ("python", example, "--quick", "--root", "runs"),
+        ("python", "-c", "import ckpt_orbax"),
         ("ckpt", "--help"),
         ("ckpt", "verify", "runs/interrupted"),
     ):

@@ -11,6 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import ckpt
+import ckpt_orbax
 from ckpt import errors
 from ckpt.sync import CheckpointManager
 from tests.interop.contracts.table import Call, Contract
@@ -19,6 +20,7 @@ __all__ = ["here", "on_orbax", "translated"]
 
 _ERRORS: dict[type[Exception], str] = {
     ocp.checkpoint_manager.StepAlreadyExistsError: "exists",
+    ckpt_orbax.checkpoint_manager.StepAlreadyExistsError: "exists",
     errors.StepExistsError: "exists",
     errors.ReadOnlyError: "read only",
     FileNotFoundError: "not found",
@@ -29,13 +31,13 @@ def state_of(number: int) -> dict[str, Any]:
     return {"n": jnp.full(4, number), "w": np.arange(3.0)}
 
 
-def on_orbax(contract: Contract, root: Path) -> list[Any]:
-    """Return an outcome for each call."""
+def on_orbax(contract: Contract, root: Path, ocp: Any = ocp) -> list[Any]:
+    """Return an outcome for each call, of Orbax or of a module with its names."""
 
-    def opened(options: Mapping[str, Any]) -> ocp.CheckpointManager:
+    def opened(options: Mapping[str, Any]) -> Any:
         return ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(**options))
 
-    def made(mgr: ocp.CheckpointManager, call: Call) -> Any:
+    def made(mgr: Any, call: Call) -> Any:
         more = dict(call.more)
         match call.method:
             case "save" | "save_at_once":

@@ -1,0 +1,289 @@
+"""Items between the arguments of Orbax and the calls of `ckpt`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ckpt
+from ckpt_orbax import args as args_lib
+from ckpt_orbax.transform_utils import renames_of
+from ckpt_orbax.type_handlers import ArrayRestoreArgs, RestoreArgs, SaveArgs
+
+_shaped: Any = jax.ShapeDtypeStruct
+
+_TREES_TO_SAVE = (args_lib.StandardSave, args_lib.PyTreeSave, args_lib.ArraySave)
+_AS_THEY_ARE = (args_lib.ProtoSave, args_lib.JaxRandomKeySave, args_lib.NumpyRandomKeySave)
+
+
+class JsonItem:
+    """A value that is saved as JSON, though a dict could be a tree, too."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class JsonItemHandler:
+    """The JSON handler of `ckpt`, for items that are known to be JSON."""
+
+    def __init__(self) -> None:
+        self._json = ckpt.handlers.JsonHandler()
+        self.name: str = self._json.name
+
+    def accepts(self, item: Any) -> bool:
+        return isinstance(item, JsonItem)
+
+    async def stage(self, item: Any, writer: Any) -> Awaitable[Any]:
+        return await self._json.stage(getattr(item, "value", item), writer)
+
+    async def load(self, entry: Any, like: Any, adapt: Any, reader: Any) -> Any:
+        return await self._json.load(entry, None, adapt, reader)
+
+
+class HandledItem:
+    """An item of a handler of the user's own, which writes and reads a directory."""
+
+    def __init__(self, handler: Any, args: Any) -> None:
+        self.handler, self.args = handler, args
+        self.found: Any = None
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        path = await directory.await_creation()
+        # The handler may write later what it has not copied, so it writes now.
+        await asyncio.to_thread(self.handler.save, path, args=self.args)
+        return asyncio.sleep(0)
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        async def read() -> None:
+            self.found = await asyncio.to_thread(self.handler.restore, directory, args=self.args)
+
+        return read()
+
+
+@dataclass
+class Wanted:
+    """What a restore asks of one item.
+
+    Attributes:
+        like: The target; None for the item as it was saved.
+        adapt: Differences that are allowed.
+        result: Makes what is returned of what was loaded.
+    """
+
+    like: Any = None
+    adapt: ckpt.Adapt | None = None
+    result: Callable[[Any], Any] = field(default=lambda found: found)
+
+
+def saved_item(args: Any, handler: Any = None) -> Any:
+    """Return what `ckpt` saves for the arguments of an item."""
+    if handler is None and isinstance(args, _TREES_TO_SAVE):
+        return _cast(args.item, args.save_args)
+    if handler is None and isinstance(args, _AS_THEY_ARE):
+        return args.item
+    if handler is None and isinstance(args, args_lib.JsonSave):
+        return JsonItem(args.item)
+    if handler is None:
+        handler = args_lib.get_registered_handler_cls(args)()
+    return HandledItem(handler, args)
+
+
+def wanted_item(args: Any, leaves: Callable[[], Mapping[str, Any]], handler: Any = None) -> Wanted:
+    """Return what a restore asks of an item.
+
+    Args:
+        args: The arguments; None for the item as it was saved.
+        leaves: Returns what is stored of the item, by leaf path.
+        handler: A handler of the user's own.
+
+    Raises:
+        NotImplementedError: Something is asked for that is not supported.
+    """
+    if handler is not None:
+        return _handled(args, handler)
+    match args:
+        case None | args_lib.JsonRestore() | args_lib.NumpyRandomKeyRestore():
+            return Wanted()
+        case args_lib.StandardRestore():
+            return _standard(args, leaves)
+        case args_lib.PyTreeRestore():
+            return _tree(args, leaves)
+        case args_lib.ArrayRestore() | args_lib.JaxRandomKeyRestore():
+            if args.restore_args is None:
+                return Wanted(args.item)
+            return Wanted(_leaf(args.restore_args, args.item, next(iter(leaves().values()), None)))
+        case args_lib.ProtoRestore():
+            return Wanted(args.item)
+        case _:
+            return _handled(args, args_lib.get_registered_handler_cls(args)())
+
+
+def _handled(args: Any, handler: Any) -> Wanted:
+    item = HandledItem(handler, args)
+    return Wanted(item, result=lambda _: item.found)
+
+
+def _standard(args: args_lib.StandardRestore, leaves: Callable[[], Mapping[str, Any]]) -> Wanted:
+    if args.support_layout:
+        raise NotImplementedError(
+            "support_layout=True: layouts are not restored; use jax.device_put afterwards"
+        )
+    if args.item is None:
+        if args.fallback_sharding is None:
+            return Wanted()
+        like = {
+            path: leaf.with_sharding(args.fallback_sharding) if hasattr(leaf, "kind") else leaf
+            for path, leaf in leaves().items()
+        }
+        return Wanted(nested(like))
+    return Wanted(args.item, _adapt(_casts(args.item, leaves), is_strict=args.strict))
+
+
+def _tree(args: args_lib.PyTreeRestore, leaves: Callable[[], Mapping[str, Any]]) -> Wanted:
+    if args.legacy_transform_fn is not None:
+        raise NotImplementedError(
+            "legacy_transform_fn: restore what is stored, and compute with jax afterwards"
+        )
+    is_strict = True
+    like = args.item
+    stored = {} if like is None and args.restore_args is None else leaves()
+    if args.restore_args is None:
+        # Without more, leaves have the types and places that they were saved with.
+        like = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf if leaf is ... else stored.get(leaf_path(path), leaf), like
+        )
+    else:
+        given = jax.tree.leaves(args.restore_args, is_leaf=_is_restore_args)
+        is_strict = all(getattr(each, "strict", True) for each in given)
+        if like is None:
+            like = jax.tree_util.tree_map_with_path(
+                lambda path, each: _leaf(each, None, stored.get(leaf_path(path))),
+                args.restore_args,
+                is_leaf=_is_restore_args,
+            )
+        else:
+            like = jax.tree_util.tree_map_with_path(
+                lambda path, each, leaf: _leaf(each, leaf, stored.get(leaf_path(path))),
+                args.restore_args,
+                like,
+                is_leaf=_is_restore_args,
+            )
+    if like is None:
+        return Wanted()
+    renames: dict[str, str] = {}
+    keeps = False
+    if args.transforms is not None:
+        renames, keeps = renames_of(args.transforms, stored)
+        keeps = keeps or not args.transforms_default_to_original
+    is_part = args.partial_restore or args.transforms is not None
+    adapt = _adapt(
+        _casts(like, leaves, renames),
+        is_strict=is_strict,
+        rename=renames or None,
+        extra="ignore" if is_part else "error",
+        missing="keep" if keeps else "error",
+    )
+    return Wanted(like, adapt)
+
+
+def _is_restore_args(value: Any) -> bool:
+    return isinstance(value, RestoreArgs)
+
+
+def _adapt(cast: Mapping[str, Any], *, is_strict: bool, **more: Any) -> ckpt.Adapt:
+    return ckpt.Adapt(cast=cast or None, resize=None if is_strict else "both", **more)
+
+
+def _casts(
+    like: Any, leaves: Callable[[], Mapping[str, Any]], renames: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return the casts between kinds of dtypes, all of which Orbax allows."""
+    wanted = {
+        leaf_path(path): np.dtype(leaf.dtype)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(like)
+        if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array | np.ndarray)
+        and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    }
+    stored = dict(leaves()) if wanted else {}
+    stored |= {new: stored[old] for old, new in (renames or {}).items() if old in stored}
+    return {
+        path: dtype
+        for path, dtype in wanted.items()
+        if getattr(stored.get(path), "kind", None) in ("jax", "numpy", "numpy_scalar")
+        and stored[path].dtype.kind != dtype.kind
+    }
+
+
+def _leaf(args: Any, like: Any, stored: Any) -> Any:
+    """Return a leaf of a target.
+
+    Args:
+        args: Its `RestoreArgs`.
+        like: The leaf of the target that was given; None if there is none.
+        stored: What is stored of it; None if unknown.
+    """
+    if not isinstance(args, RestoreArgs) or like is ...:
+        return args if like is None else like
+    known = stored if like is None or not hasattr(like, "shape") else like
+    shape = getattr(known, "shape", ())
+    dtype = args.dtype if args.dtype is not None else getattr(stored or known, "dtype", None)
+    if isinstance(args, ArrayRestoreArgs):
+        shape = next((s for s in (args.global_shape, args.shape) if s is not None), shape)
+        sharding = args.sharding
+        if sharding is None and args.mesh is not None:
+            sharding = jax.sharding.NamedSharding(args.mesh, args.mesh_axes)
+        if hasattr(sharding, "to_jax_sharding"):
+            sharding = sharding.to_jax_sharding()
+        if dtype is None:
+            return stored if like is None else like
+        return _shaped(tuple(shape), dtype, sharding=sharding)
+    if args.restore_type is np.ndarray and dtype is not None:
+        # One value, which looks like an array of this shape and takes no memory.
+        return np.broadcast_to(np.zeros((), dtype), tuple(shape))
+    if args.restore_type in (int, float, str, bool):
+        return args.restore_type
+    return known if stored is None else stored
+
+
+def _cast(item: Any, save_args: Any) -> Any:
+    """Return a tree whose arrays have the dtypes of their `SaveArgs`."""
+    if save_args is None:
+        return item
+
+    def cast(given: Any, leaf: Any) -> Any:
+        dtype = getattr(given, "dtype", None)
+        return leaf if dtype is None or not hasattr(leaf, "astype") else leaf.astype(dtype)
+
+    is_leaf = lambda value: isinstance(value, SaveArgs)  # noqa: E731
+    return jax.tree.map(cast, save_args, item, is_leaf=is_leaf)
+
+
+def leaf_path(path: tuple[Any, ...]) -> str:
+    """Return the leaf path of `ckpt` for a key path of jax."""
+    return ".".join(
+        str(next(getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)))
+        .replace("%", "%25")
+        .replace(".", "%2E")
+        .replace("/", "%2F")
+        for key in path
+    )
+
+
+def nested(leaves: Mapping[str, Any]) -> Any:
+    """Return nested dicts of leaves by leaf path."""
+    if list(leaves) == [""]:
+        return leaves[""]
+    found: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *above, last = path.split(".")
+        place = found
+        for key in above:
+            place = place.setdefault(key, {})
+        place[last] = leaf
+    return found

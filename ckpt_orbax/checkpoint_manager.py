@@ -1,0 +1,655 @@
+"""`CheckpointManager` with the calls of Orbax."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import ckpt
+import ckpt.sync
+from ckpt_orbax import _items
+from ckpt_orbax import args as args_lib
+from ckpt_orbax.handlers import CheckpointHandlerRegistry, ItemHandlers
+from ckpt_orbax.metadata import RootMetadata, StepMetadata, nested_metrics, step_metadata
+from ckpt_orbax.options import CheckpointManagerOptions
+from ckpt_orbax.policies import (
+    CheckpointInfo,
+    DecisionContext,
+    PreservationContext,
+    preservation_policy_of,
+    ranked_steps,
+    save_policy_of,
+)
+
+__all__ = ["CheckpointManager", "CheckpointManagerOptions", "StepAlreadyExistsError"]
+
+_LOG: logging.Logger = logging.getLogger("ckpt")
+
+METRIC_ITEM_NAME, DEFAULT_ITEM_NAME = "metrics", "default"
+_RESERVED = ("descriptor", METRIC_ITEM_NAME, "metadata")
+
+
+class StepAlreadyExistsError(ValueError):
+    """The step exists."""
+
+
+class CheckpointManager:
+    """Saves and restores the steps of one directory, with the calls of Orbax.
+
+    The steps are those of `ckpt`, which Orbax reads; steps that Orbax wrote are read, too. It
+    behaves as Orbax does where a program could see it: `save` returns once the state may be
+    donated, waits for the save before it, and raises its error; lists have the step that is being
+    saved; steps at or below the latest are not saved again. What differs is on the page "From Orbax
+    in one line".
+
+    Example:
+        ```python
+        import ckpt_orbax as ocp
+
+        options = ocp.CheckpointManagerOptions(save_interval_steps=100, max_to_keep=3)
+        with ocp.CheckpointManager(directory, options=options) as mngr:
+            if mngr.latest_step() is not None:
+                args = ocp.args.StandardRestore(state)
+                state = mngr.restore(mngr.latest_step(), args=args)
+            mngr.save(100, args=ocp.args.StandardSave(state))
+        ```
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        checkpointers: Any = None,
+        options: CheckpointManagerOptions | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        item_names: Sequence[str] | None = None,
+        item_handlers: Any = None,
+        logger: Any = None,
+        handler_registry: CheckpointHandlerRegistry | None = None,
+    ) -> None:
+        """Open a root.
+
+        Args:
+            directory: A directory, or a URL of a store.
+            checkpointers: The legacy form of `item_handlers`: a checkpointer, or checkpointers by
+                item name.
+            options: Options.
+            metadata: Metadata of the root, written with its first save.
+            item_names: Names of items. They need not be known.
+            item_handlers: A handler, or handlers by item name.
+            logger: An object with `log_entry(dict)`, called for every save and restore.
+            handler_registry: Handlers by item name and arguments.
+
+        Raises:
+            ValueError: Arguments contradict each other.
+        """
+        self._options = options = options or CheckpointManagerOptions()
+        if checkpointers is not None:
+            if item_names is not None or item_handlers is not None or handler_registry is not None:
+                raise ValueError("checkpointers goes without other handlers and names")
+            one = getattr(checkpointers, "handler", None)
+            item_handlers = one or {name: each.handler for name, each in checkpointers.items()}
+        self._handlers = ItemHandlers.of(item_handlers, item_names, handler_registry)
+        self._is_single = self._handlers.is_single
+        for name in (item_names or ()) if not isinstance(item_handlers, Mapping) else item_handlers:
+            _check_name(name)
+        self._logger = logger
+        self._directory = os.fspath(directory)
+        self._save_policy = save_policy_of(options)
+        self._preservation_policy = preservation_policy_of(options)
+        # Steps that the policy has given up; they are deleted once the save at hand is committed.
+        self._given_up: set[int] = set()
+        self._pending: tuple[int, ckpt.Commit] | None = None
+        self._manager = _opened(self._directory, options, metadata, self._given_up)
+        self._infos = self._listed()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def directory(self) -> Any:
+        """The root: a `pathlib.Path`, or the text of a URL."""
+        return self._directory if "://" in self._directory else Path(self._directory)
+
+    def all_steps(self, read: bool = False) -> Sequence[int]:
+        """Return the steps, ascending, with the one that is being saved.
+
+        Steps that other programs save are seen by `reload`.
+
+        Args:
+            read: True to read the root again.
+
+        Example:
+            ```python
+            print(mngr.all_steps())
+            ```
+        """
+        if read:
+            self.reload()
+        return [info.step for info in self._infos]
+
+    def latest_step(self) -> int | None:
+        """Return the latest step, also one that is being saved; None if there is none.
+
+        Example:
+            ```python
+            step = mngr.latest_step()
+            ```
+        """
+        return self._infos[-1].step if self._infos else None
+
+    def best_step(self) -> int | None:
+        """Return the step with the best metrics, or the latest without `best_fn`.
+
+        Example:
+            ```python
+            state = mngr.restore(mngr.best_step())
+            ```
+        """
+        if self._options.best_fn is None:
+            return self.latest_step()
+        reverse = self._options.best_mode == "min"
+        ranked = ranked_steps(self._infos, self._options.best_fn, reverse=reverse)
+        return ranked[-1].step if ranked else None
+
+    def reload(self) -> None:
+        """Read the list of steps again.
+
+        Example:
+            ```python
+            mngr.reload()
+            ```
+        """
+        self._manager.reload()
+        self._infos = self._listed()
+
+    def reached_preemption(self, step: int) -> bool:
+        """Return True once the job is to end soon.
+
+        Example:
+            ```python
+            if mngr.reached_preemption(step):
+                mngr.wait_until_finished()
+            ```
+        """
+        return self._manager.reached_preemption(step)
+
+    def should_save(self, step: int) -> bool:
+        """Return True if `save` would save the step.
+
+        Example:
+            ```python
+            if mngr.should_save(step):
+                mngr.save(step, args=ocp.args.StandardSave(state))
+            ```
+        """
+        if self._options.read_only:
+            _LOG.warning("%s is read only: step %d is not saved", self._directory, step)
+            return False
+        latest = self.latest_step()
+        if latest is not None and latest >= step:
+            return False
+        tells = self._options.enable_should_save_is_saving_in_progress_check
+        context = DecisionContext(
+            is_saving_in_progress=tells and self.is_saving_in_progress(),
+            reached_preemption=self.reached_preemption(step),
+            multiprocessing_options=self._options.multiprocessing_options,
+        )
+        now = CheckpointInfo(step, _now())
+        return bool(self._save_policy.should_save(now, self._infos, context=context))
+
+    def delete(self, step: int) -> None:
+        """Delete a step.
+
+        Raises:
+            FileNotFoundError: There is no such step.
+
+        Example:
+            ```python
+            mngr.delete(100)
+            ```
+        """
+        if self._options.read_only:
+            _LOG.warning("%s is read only: step %d is not deleted", self._directory, step)
+            return
+        if step not in self.all_steps():
+            raise FileNotFoundError(f"{self._directory} has no step {step} to delete")
+        if self._pending is not None and self._pending[0] == step:
+            self.wait_until_finished()
+        self._manager.delete(step)
+        self._infos = [info for info in self._infos if info.step != step]
+
+    def save(
+        self,
+        step: int,
+        items: Any = None,
+        save_kwargs: Any = None,
+        metrics: Any = None,
+        force: bool | None = False,
+        args: args_lib.CheckpointArgs | None = None,
+        custom_metadata: dict[str, Any] | None = None,
+    ) -> bool:
+        """Take a snapshot of a step, and return once it is safe; writing goes on.
+
+        Args:
+            step: The step.
+            items: The legacy form of `args`: a tree, or items by name.
+            save_kwargs: The legacy form of arguments.
+            metrics: Metrics of the step.
+            force: True to save whatever the policy says.
+            args: What to save.
+            custom_metadata: JSON values to keep with the step.
+
+        Returns:
+            True if the step is saved; False if the policy has refused it, or if it is not greater
+            than the latest.
+
+        Raises:
+            ValueError: There is nothing to save, or arguments are of another kind.
+            StepAlreadyExistsError: With `force`, the step exists.
+            CheckpointError: The save before this one has failed; the step is not saved.
+
+        Example:
+            ```python
+            is_saved = mngr.save(100, args=ocp.args.StandardSave(state), metrics={"loss": 0.5})
+            ```
+        """
+        began = time.time()
+        if items is None and args is None:
+            raise ValueError("save(): pass args=, such as args=ocp.args.StandardSave(state)")
+        if self._is_single is None:
+            self._is_single = not isinstance(args, args_lib.Composite)
+        self._check_args(items, args)
+        if not force and not self.should_save(step):
+            return False
+        self.wait_until_finished()
+        if step in self.all_steps():
+            raise StepAlreadyExistsError(f"{self._directory} has step {step} already")
+        if args is None:
+            args = self._legacy_args(items, save_kwargs, 0)
+        saved: dict[str, Any] = {}
+        for name, each in ({None: args} if self._is_single else _by_name(args)).items():
+            saved[name or DEFAULT_ITEM_NAME] = _items.saved_item(
+                each, self._handlers.own(name, each)
+            )
+            _check_name(name)
+        options = self._options
+        given: dict[str, Any] = {"items": saved}
+        if self._is_single:
+            given = {"state": saved[DEFAULT_ITEM_NAME]}
+        if metrics is not None and options.best_fn and not options.prevent_write_metrics:
+            given["metrics"] = metrics
+        if options.async_options is not None:
+            given["timeout"] = float(options.async_options.timeout_secs)
+        # Before the save, which deletes steps once it is committed.
+        self._given_up.discard(step)
+        kept, given_up = self._preserved([*self._infos, CheckpointInfo(step, _now(), metrics)])
+        before = set(self._given_up)
+        self._given_up |= given_up
+        try:
+            commit = self._manager.save(
+                step, force=True, if_exists="error", custom_metadata=custom_metadata, **given
+            )
+        except BaseException:
+            self._given_up.intersection_update(before)
+            raise
+        self._infos = kept
+        self._pending = step, commit
+        callback = options.async_options and options.async_options.post_finalization_callback
+        if callback:
+            commit.add_done_callback(lambda done: callback() if done.exception() is None else None)
+        if not options.enable_async_checkpointing:
+            self.wait_until_finished()
+        self._log("save", step, began, synchronous=not options.enable_async_checkpointing)
+        return True
+
+    def restore(
+        self,
+        step: int | None,
+        items: Any = None,
+        restore_kwargs: Any = None,
+        directory: str | os.PathLike[str] | None = None,
+        args: args_lib.CheckpointArgs | None = None,
+    ) -> Any:
+        """Restore a step, after the save that is under way.
+
+        Args:
+            step: The step; None for the latest.
+            items: The legacy form of `args`: a target, or targets by item name.
+            restore_kwargs: The legacy form of arguments.
+            directory: Another root.
+            args: What to restore, and how; None for everything as it was saved.
+
+        Returns:
+            The tree of a step that was saved without names, else a `Composite`.
+
+        Raises:
+            FileNotFoundError: There is no such step.
+            KeyError: There is no such item.
+            ValueError: The target does not fit; the message lists every leaf.
+
+        Example:
+            ```python
+            state = mngr.restore(100, args=ocp.args.StandardRestore(abstract_state))
+            ```
+        """
+        began = time.time()
+        self.wait_until_finished()
+        if directory is not None and os.fspath(directory) != self._directory:
+            options = dataclasses.replace(self._options, read_only=True)
+            other = CheckpointManager(directory, options=options)
+            other._handlers, other._is_single = self._handlers, self._is_single
+            with other:
+                return other.restore(step, items, restore_kwargs, args=args)
+        if step is None:
+            step = self.latest_step()
+            if step is None:
+                raise FileNotFoundError(f"{self._directory} has no steps")
+        stored = self._manager.metadata(step)
+        if self._is_single is None:
+            self._is_single = set(stored.items) == {DEFAULT_ITEM_NAME}
+        self._check_args(items, args)
+        if args is None and (items is not None or restore_kwargs is not None):
+            args = self._legacy_args(items, restore_kwargs, 1)
+        wanted: dict[str, Any] = dict.fromkeys(stored.items)
+        if args is not None:
+            wanted = {DEFAULT_ITEM_NAME: args} if self._is_single else _by_name(args)
+        for name in wanted:
+            if name not in stored.items:
+                raise KeyError(f"step {step} has no item {name!r}; it has {list(stored.items)}")
+        found = self._restored(step, stored, wanted)
+        self._log("restore", step, began)
+        return found[DEFAULT_ITEM_NAME] if self._is_single else args_lib.Composite(**found)
+
+    def _restored(
+        self, step: int, stored: ckpt.StepMetadata, args: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        wanted = {
+            name: _items.wanted_item(
+                each,
+                partial(stored.leaves.__getitem__, name),
+                self._handlers.own(None if self._is_single else name, each),
+            )
+            for name, each in args.items()
+        }
+        adapt = {name: each.adapt for name, each in wanted.items() if each.adapt is not None}
+        like = {name: each.like for name, each in wanted.items()}
+        found = self._manager.restore(step, items=like, adapt=adapt or None)
+        return {name: each.result(found[name]) for name, each in wanted.items()}
+
+    def item_metadata(self, step: int) -> Any:
+        """Return the `TreeMetadata` of a step, or a `Composite` of one for each item.
+
+        Example:
+            ```python
+            print(mngr.item_metadata(100)["params"])
+            ```
+        """
+        return self._step_metadata(step).item_metadata
+
+    def metadata(self, step: int | None = None) -> RootMetadata | StepMetadata:
+        """Return the metadata of a step, or of the root.
+
+        Raises:
+            FileNotFoundError: There is no such step.
+
+        Example:
+            ```python
+            print(mngr.metadata(100).custom_metadata, mngr.metadata().custom_metadata)
+            ```
+        """
+        if step is None:
+            return RootMetadata(custom_metadata=self._manager.root_metadata())
+        return self._step_metadata(step)
+
+    def _step_metadata(self, step: int) -> StepMetadata:
+        if self._pending is not None and self._pending[0] == step:
+            self.wait_until_finished()
+        found = self._manager.metadata(step)
+        if self._is_single is None:
+            self._is_single = set(found.items) == {DEFAULT_ITEM_NAME}
+        return step_metadata(found, is_single=self._is_single)
+
+    def metrics(self, step: int) -> Any:
+        """Return the metrics of a step; None if it has none.
+
+        Example:
+            ```python
+            print(mngr.metrics(100))
+            ```
+        """
+        for info in self._infos:
+            if info.step == step and info.metrics is not None and self._options.best_fn:
+                return info.metrics
+        try:
+            return nested_metrics(self._manager.metrics(step)) or None
+        except ckpt.errors.StepNotFoundError:
+            return None
+
+    def wait_until_finished(self) -> None:
+        """Wait for the save that is under way.
+
+        Raises:
+            CheckpointError: It has failed. Its step is no longer listed.
+
+        Example:
+            ```python
+            mngr.wait_until_finished()
+            ```
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        step, commit = pending
+        try:
+            commit.result()
+        except BaseException:
+            self._infos = [info for info in self._infos if info.step != step]
+            raise
+        finally:
+            if commit.done() and self._pending is pending:
+                self._pending = None
+        if self._given_up:
+            self._manager.wait_until_finished()
+            if step in self._given_up:
+                # A manager of `ckpt` never deletes the step that it has just saved.
+                self._manager.delete(step)
+            self._given_up.intersection_update(self._manager.all_steps())
+
+    def is_saving_in_progress(self) -> bool:
+        """Return True while a save is under way.
+
+        Example:
+            ```python
+            if not mngr.is_saving_in_progress():
+                mngr.save(step, args=ocp.args.StandardSave(state))
+            ```
+        """
+        return self._pending is not None and not self._pending[1].done()
+
+    def check_for_errors(self) -> None:
+        """Raise the error of a save that has failed.
+
+        Example:
+            ```python
+            mngr.check_for_errors()
+            ```
+        """
+        if self._pending is not None and self._pending[1].done():
+            self.wait_until_finished()
+
+    def close(self) -> None:
+        """Wait for the save that is under way, and for deletions.
+
+        Raises:
+            CheckpointError: The last save has failed.
+
+        Example:
+            ```python
+            mngr.close()
+            ```
+        """
+        try:
+            self.wait_until_finished()
+        finally:
+            self._manager.close()
+
+    def _listed(self) -> list[CheckpointInfo]:
+        infos = [
+            CheckpointInfo(each.step, each.committed, nested_metrics(each.metrics) or None)
+            for each in self._manager.steps()
+            if each.step is not None
+        ]
+        pending = self._pending
+        return (
+            infos
+            if pending is None
+            else [i for i in infos if i.step != pending[0]]
+            + [i for i in self._infos if i.step == pending[0]]
+        )
+
+    def _preserved(self, infos: list[CheckpointInfo]) -> tuple[list[CheckpointInfo], set[int]]:
+        """Return the steps that the policy keeps, and the numbers of the others."""
+        answer = self._preservation_policy.should_preserve(infos, context=PreservationContext())
+        kept = [info for info, is_kept in zip(infos, answer, strict=True) if is_kept]
+        return kept, {info.step for info in infos} - {info.step for info in kept}
+
+    def _check_args(self, items: Any, args: Any) -> None:
+        if isinstance(items, args_lib.CheckpointArgs):
+            raise ValueError(f"pass it by name: args={type(items).__name__}(...)")
+        if args is None:
+            return
+        if not isinstance(args, args_lib.CheckpointArgs):
+            raise ValueError(
+                f"args= is a {type(args).__name__}; expected ocp.args.StandardSave(...)"
+            )
+        is_composite = isinstance(args, args_lib.Composite)
+        if self._is_single and is_composite:
+            raise ValueError("args= is a Composite, and this manager has one item without a name")
+        if not self._is_single and not is_composite:
+            raise ValueError("this manager has several items: pass args=ocp.args.Composite(...)")
+
+    def _legacy_args(self, items: Any, more: Any, which: int) -> args_lib.CheckpointArgs:
+        if self._is_single:
+            return _args_of(self._handlers.args_classes(None)[which], items, more)
+        names = {**(items or {}), **(more or {})}
+        return args_lib.Composite(
+            **{
+                name: _args_of(
+                    self._handlers.args_classes(name)[which],
+                    (items or {}).get(name),
+                    (more or {}).get(name),
+                )
+                for name in names
+            }
+        )
+
+    def _log(self, what: str, step: int, began: float, **more: Any) -> None:
+        if self._logger is not None:
+            seconds = time.time() - began
+            entry = {"event_type": what, "step": step, "directory": self._directory}
+            times = {
+                "checkpoint_manager_start_time": began,
+                "checkpoint_manager_duration_secs": seconds,
+            }
+            if what == "save":
+                times = {
+                    "checkpoint_manager_blocking_start_time": began,
+                    "checkpoint_manager_blocking_duration_secs": seconds,
+                }
+            self._logger.log_entry(entry | times | more)
+
+
+class _StepNames:
+    """The names of a `step_name_format` of Orbax's kind."""
+
+    def __init__(self, names: Any) -> None:
+        self._names = names
+
+    def name(self, step: int) -> str:
+        return str(self._names.build_name(step))
+
+    def step(self, name: str) -> int | None:
+        digits = re.search(r"\d+$", name)
+        if digits is None:
+            return None
+        step = int(digits[0])
+        return step if self.name(step) == name else None
+
+
+def _opened(
+    directory: str,
+    options: CheckpointManagerOptions,
+    metadata: Mapping[str, Any] | None,
+    given_up: set[int],
+) -> ckpt.sync.CheckpointManager:
+    if options.step_name_format is not None:
+        names: Any = _StepNames(options.step_name_format)
+    else:
+        names = ckpt.step_names.Standard(
+            options.step_prefix or "", options.step_format_fixed_length or 0
+        )
+    jobs = options.multiprocessing_options
+    if jobs.active_processes is not None:
+        raise NotImplementedError(
+            "active_processes: a manager of some processes of a job is not supported. Pass "
+            "coordinator= to ckpt.CheckpointManager"
+        )
+    coordinator: Any = None
+    if jobs.primary_host is None:
+        coordinator = ckpt.coordination.OwnDisks(ckpt.coordination.JaxDistributed())
+    root: Any = directory
+    mode = options.file_options.path_permission_mode
+    if mode is not None:
+        root = ckpt.storage.Local(directory, permission_mode=mode)
+    if options.create and "://" not in directory:
+        os.makedirs(directory, exist_ok=True)
+    trash = options.todelete_subdir or options.todelete_full_path
+
+    def keep(step: int) -> bool:
+        return step not in given_up
+
+    deletion = ckpt.keep.Deletion(
+        trash=trash,
+        keep_latest=False,
+        orbax_steps=True,
+        concurrency=options.num_deletion_threads or 2,
+    )
+    return ckpt.sync.CheckpointManager(
+        root,
+        keep=None if options.read_only else keep,
+        trash=None if options.read_only else deletion,
+        step_names=names,
+        custom_metadata=metadata if options.save_root_metadata else None,
+        handlers=[_items.JsonItemHandler()],
+        mode="r" if options.read_only else "a",
+        coordinator=coordinator,
+    )
+
+
+def _args_of(kind: type, item: Any, more: Mapping[str, Any] | None) -> args_lib.CheckpointArgs:
+    made: args_lib.CheckpointArgs = kind(item, **(more or {}))
+    return made
+
+
+def _by_name(args: Any) -> dict[str, Any]:
+    return dict(args.items())
+
+
+def _check_name(name: str | None) -> None:
+    if name in _RESERVED:
+        raise ValueError(f"the name {name!r} of an item is reserved: {', '.join(_RESERVED)}")
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(tz=datetime.UTC)

@@ -1,0 +1,128 @@
+"""What is stored, without its arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+import ckpt
+from ckpt_orbax import args as args_lib
+
+__all__ = ["RootMetadata", "StepMetadata", "TreeMetadata"]
+
+
+@jax.tree_util.register_pytree_node_class
+class TreeMetadata:
+    """The tree of an item, with the shape, dtype and name of each leaf. It is a PyTree itself.
+
+    Attributes:
+        tree: The tree. A leaf of an array has `shape`, `dtype`, `name` and `saved_sharding`; a
+            Python value stands for itself.
+        custom_metadata: None.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+        self.custom_metadata: Any = None
+
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        """Return the tree, for jax."""
+        return (self.tree,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Any]) -> TreeMetadata:
+        """Return metadata of another tree, for jax."""
+        return cls(*children)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.tree[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.tree
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tree)
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    def __getattr__(self, name: str) -> Any:
+        # `keys`, `items`, `get` and whatever else the tree has.
+        if name.startswith("__") or name == "tree":
+            raise AttributeError(name)
+        return getattr(self.tree, name)
+
+    def __repr__(self) -> str:
+        return f"TreeMetadata({self.tree!r})"
+
+
+@dataclasses.dataclass
+class StepMetadata:
+    """A step, or a checkpoint.
+
+    Attributes:
+        item_handlers: Names of the handlers of its items, or the one of a single item.
+        item_metadata: A `TreeMetadata`, or a `Composite` of one for each item; None for an item
+            that is not a tree.
+        metrics: Its metrics.
+        performance_metrics: Times of its save, in seconds.
+        init_timestamp_nsecs: Begin of its save, in Unix nanoseconds.
+        commit_timestamp_nsecs: Time of its commit, in Unix nanoseconds.
+        custom_metadata: What was given as `custom_metadata`.
+    """
+
+    item_handlers: Any = None
+    item_metadata: Any = None
+    metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
+    performance_metrics: Any = None
+    init_timestamp_nsecs: int | None = None
+    commit_timestamp_nsecs: int | None = None
+    custom_metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class RootMetadata:
+    """The metadata of a root.
+
+    Attributes:
+        internal_metadata: Empty.
+        custom_metadata: What was given as `metadata` to the manager.
+    """
+
+    internal_metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    custom_metadata: dict[str, Any] | None = None
+
+
+def step_metadata(found: ckpt.StepMetadata, *, is_single: bool) -> StepMetadata:
+    """Return what `ckpt` knows of a step, in the form of Orbax."""
+    info = found.info
+    trees = {
+        name: None if isinstance(item, ckpt.types.ItemInfo) else TreeMetadata(item)
+        for name, item in found.items.items()
+    }
+    handlers = {name: getattr(item, "handler", "pytree") for name, item in found.items.items()}
+    one: Any = next(iter(trees.values()), None)
+    return StepMetadata(
+        item_handlers=handlers,
+        item_metadata=one if is_single else args_lib.Composite(**trees),
+        metrics=nested_metrics(info.metrics),
+        performance_metrics=dataclasses.asdict(info.statistics),
+        init_timestamp_nsecs=int(info.created.timestamp() * 1e9),
+        commit_timestamp_nsecs=int(info.committed.timestamp() * 1e9),
+        custom_metadata=info.custom_metadata or {},
+    )
+
+
+def nested_metrics(metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Return metrics in groups, where their names have slashes."""
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        *groups, last = name.split("/")
+        place = found
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = value
+    return found

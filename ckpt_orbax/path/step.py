@@ -1,0 +1,152 @@
+"""Names of steps, and steps by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ckpt
+from ckpt_orbax.utils import checkpoint_steps, is_checkpoint_finalized
+
+__all__ = [
+    "Metadata",
+    "build_step_path",
+    "checkpoint_steps",
+    "composite_name_format",
+    "find_step_path",
+    "is_checkpoint_finalized",
+    "latest_step_metadata",
+    "standard_name_format",
+    "step_from_checkpoint_name",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """A step and its path."""
+
+    step: int
+    path: Path
+
+
+class StandardNameFormat:
+    """Decimal numbers, with a prefix and zeros; see `ckpt.step_names.Standard`."""
+
+    def __init__(self, names: Sequence[Any]) -> None:
+        self._names = names
+
+    def build_name(self, step: int) -> str:
+        """Return the name of a step."""
+        return str(self._names[0].name(step))
+
+    def find_all(self, base_path: str | os.PathLike[str]) -> Iterator[Metadata]:
+        """Yield the whole steps of a root, ascending."""
+        found = {}
+        for each in Path(base_path).iterdir() if os.path.isdir(base_path) else ():
+            for names in self._names:
+                step = names.step(each.name)
+                if step is not None and step not in found and is_checkpoint_finalized(each):
+                    found[step] = each
+        for step in sorted(found):
+            yield Metadata(step, found[step])
+
+    def find_step(self, base_path: str | os.PathLike[str], step: int) -> Metadata:
+        """Return a step.
+
+        Raises:
+            ValueError: There is no such step.
+        """
+        for names in self._names:
+            path = Path(base_path) / names.name(step)
+            if path.is_dir():
+                return Metadata(step, path)
+        raise ValueError(f"{os.fspath(base_path)} has no step {step}")
+
+
+def standard_name_format(
+    step_prefix: str | None = None, step_format_fixed_length: int | None = None, **_: Any
+) -> StandardNameFormat:
+    """Return names of decimal numbers, such as `ckpt_00000100`.
+
+    Example:
+        ```python
+        names = ocp.path.step.standard_name_format(step_prefix="ckpt", step_format_fixed_length=8)
+        ```
+    """
+    names = ckpt.step_names.Standard(step_prefix or "", step_format_fixed_length or 0)
+    return StandardNameFormat([names])
+
+
+def composite_name_format(
+    write_name_format: StandardNameFormat, read_name_formats: Sequence[StandardNameFormat]
+) -> StandardNameFormat:
+    """Return names that are written in one way and read in several.
+
+    Example:
+        ```python
+        old, new = step.standard_name_format(), step.standard_name_format(step_prefix="ckpt")
+        names = ocp.path.step.composite_name_format(new, [new, old])
+        ```
+    """
+    reads = [names for each in read_name_formats for names in each._names]
+    return StandardNameFormat([*write_name_format._names, *reads])
+
+
+def build_step_path(base_path: str | os.PathLike[str], name_format: Any, step: int) -> Path:
+    """Return the path of a step.
+
+    Example:
+        ```python
+        path = ocp.path.step.build_step_path(directory, names, 100)
+        ```
+    """
+    return Path(base_path, name_format.build_name(step))
+
+
+def find_step_path(
+    base_path: str | os.PathLike[str], name_format: Any, *, step: int, **_: Any
+) -> Path:
+    """Return the path of a step that exists.
+
+    Raises:
+        ValueError: There is no such step.
+
+    Example:
+        ```python
+        path = ocp.path.step.find_step_path(directory, names, step=100)
+        ```
+    """
+    return Path(name_format.find_step(base_path, step).path)
+
+
+def latest_step_metadata(root_path: str | os.PathLike[str], name_format: Any) -> Metadata | None:
+    """Return the latest step of a root; None if there is none.
+
+    Example:
+        ```python
+        latest = ocp.path.step.latest_step_metadata(directory, names)
+        ```
+    """
+    found = list(name_format.find_all(root_path))
+    return found[-1] if found else None
+
+
+def step_from_checkpoint_name(name: str) -> int:
+    """Return the step of a name.
+
+    Raises:
+        ValueError: The name has no step.
+
+    Example:
+        ```python
+        assert ocp.path.step.step_from_checkpoint_name("ckpt_100") == 100
+        ```
+    """
+    digits = re.fullmatch(r"(?:.*_)?(\d+)", name)
+    if digits is None:
+        raise ValueError(f"{name!r} is no name of a step")
+    return int(digits[1])

@@ -1,0 +1,90 @@
+"""Other names for leaves during a restore."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+import jax
+
+__all__ = ["RestoreTransform", "Transform"]
+
+
+@dataclasses.dataclass
+class Transform:
+    """Where a leaf of the target comes from.
+
+    Attributes:
+        original_key: Its path in the checkpoint, with `/` between keys, or as a tuple of keys; None
+            if it is that of the target.
+        use_fallback: True to leave the leaf of the target as it is.
+        value_fn: Refused: compute with jax after the restore.
+        multi_value_fn: Refused.
+    """
+
+    original_key: str | tuple[str, ...] | None = None
+    use_fallback: bool = False
+    value_fn: Callable[..., Any] | None = None
+    multi_value_fn: Callable[..., Any] | None = None
+
+
+@dataclasses.dataclass
+class RestoreTransform(Transform):
+    """As `Transform`.
+
+    Attributes:
+        multi_value_fn_input_args: Refused.
+    """
+
+    multi_value_fn_input_args: dict[str, Any] | None = None
+
+
+def renames_of(transforms: Any, stored: Container[str]) -> tuple[dict[str, str], bool]:
+    """Return new paths of stored leaves, and True if leaves that are not stored keep their values.
+
+    Args:
+        transforms: The transforms.
+        stored: Leaf paths of the checkpoint.
+
+    Raises:
+        NotImplementedError: A transform has a function of values, or a pattern.
+    """
+    renames: dict[str, str] = {}
+    given = list(_flat(transforms, ()))
+    for keys, each in given:
+        path = ".".join(keys)
+        if not isinstance(each, Transform):
+            raise TypeError(f"transforms: {path} is {each!r:.80}; expected a Transform")
+        if each.value_fn or each.multi_value_fn or getattr(each, "multi_value_fn_input_args", None):
+            raise NotImplementedError(
+                f"transforms: {path}: functions of values are not supported. Restore what is "
+                "stored, and compute with jax afterwards; ckpt.surgery stacks and concatenates"
+            )
+        if any(set(key) & set("*+?[(\\") for key in keys):
+            raise NotImplementedError(
+                f"transforms: {path}: patterns are not supported. Use ckpt.load(path, like=target, "
+                "adapt=ckpt.Adapt(rename={'old.*': 'new.*'}))"
+            )
+        if each.use_fallback:
+            if path in stored:
+                # A name that the target does not have, so that it keeps its own leaf.
+                renames[path] = f"{path}.unused"
+        elif each.original_key is not None:
+            original = each.original_key
+            keys = tuple(original.split("/")) if isinstance(original, str) else tuple(original)
+            renames[".".join(map(str, keys))] = path
+    return renames, not given or any(each.use_fallback for _, each in given)
+
+
+def _flat(tree: Any, keys: tuple[str, ...]) -> Any:
+    if isinstance(tree, Mapping):
+        for key, below in tree.items():
+            yield from _flat(below, (*keys, *str(key).split("/")))
+    elif isinstance(tree, Transform):
+        yield keys, tree
+    else:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            tree, is_leaf=lambda value: isinstance(value, Transform)
+        ):
+            yield (*keys, *(str(getattr(k, "key", getattr(k, "name", None))) for k in path)), leaf

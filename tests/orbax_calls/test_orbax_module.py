@@ -1,0 +1,140 @@
+"""The module `ckpt_orbax` by itself: what it needs, what it refuses, and how it is installed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import ckpt
+import ckpt_orbax as ocp
+from tests.support.paths import ROOT
+
+MODULES = sorted((ROOT / "ckpt_orbax").rglob("*.py"))
+
+
+def run(script: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True
+    )
+    return ended.stdout.strip()
+
+
+def test_it_needs_nothing_private_of_the_library() -> None:
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [str(node.module), *(f"{node.module}.{a.name}" for a in node.names)]
+            elif isinstance(node, ast.Attribute):
+                names = [ast.unparse(node)]
+            private = [name for name in names if name.startswith("ckpt._")]
+            assert private == [], path
+
+
+def test_the_library_does_not_know_it() -> None:
+    for path in (ROOT / "ckpt").rglob("*.py"):
+        assert "ckpt_orbax" not in path.read_text(), path
+
+
+def test_it_does_without_orbax() -> None:
+    script = (
+        "import sys\n"
+        "sys.modules['orbax'] = None\n"
+        "import ckpt_orbax as ocp, tempfile, jax.numpy as jnp\n"
+        "with ocp.CheckpointManager(tempfile.mkdtemp()) as mngr:\n"
+        "    mngr.save(1, args=ocp.args.StandardSave({'w': jnp.ones(3)}))\n"
+        "    print(mngr.restore(1)['w'].shape)\n"
+    )
+    assert run(script) == "(3,)"
+
+
+def test_programs_that_import_orbax_get_it() -> None:
+    script = (
+        "import ckpt_orbax; ckpt_orbax.install(); ckpt_orbax.install()\n"
+        "import orbax.checkpoint as ocp\n"
+        "from orbax.checkpoint import args, checkpoint_utils, test_utils\n"
+        "from orbax.checkpoint.path import step\n"
+        "import orbax.checkpoint.checkpoint_managers as policies\n"
+        "from flax.training import orbax_utils\n"
+        "assert ocp.CheckpointManager is ckpt_orbax.CheckpointManager\n"
+        "assert args.StandardSave is ckpt_orbax.args.StandardSave\n"
+        "assert step is ckpt_orbax.path.step and policies.LatestN\n"
+        "found = orbax_utils.save_args_from_target({'w': 1})['w']\n"
+        "assert type(found) is ckpt_orbax.SaveArgs\n"
+        "try: import orbax.checkpoint.pathways\n"
+        "except ModuleNotFoundError as error: print(error)\n"
+    )
+    assert run(script).startswith("orbax.checkpoint.pathways: ckpt_orbax has no such module")
+
+
+def test_it_is_not_installed_over_orbax() -> None:
+    script = (
+        "import orbax.checkpoint, ckpt_orbax\n"
+        "try: ckpt_orbax.install()\n"
+        "except RuntimeError as error: print(error)\n"
+    )
+    assert "imported already" in run(script)
+
+
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path / "run") as mngr:
+        mngr.save(1, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
+        restore = ocp.args.PyTreeRestore
+        transform = ocp.Transform(value_fn=lambda x: x)
+        cases: list[tuple[Any, str]] = [
+            (restore({"w": 1}, legacy_transform_fn=lambda *_: None), "legacy_transform_fn"),
+            (restore({"w": 1}, transforms={"w": transform}), "w: functions of values"),
+            (restore({"w": 1}, transforms={"w.*": ocp.Transform()}), "patterns"),
+            (ocp.args.StandardRestore({"w": 1}, support_layout=True), "support_layout"),
+        ]
+        for args, text in cases:
+            with pytest.raises(NotImplementedError, match=text):
+                mngr.restore(1, args=args)
+        assert mngr.restore(1)["w"].shape == (3,)
+    with pytest.raises(NotImplementedError, match="LeafType"):
+        ocp.type_handlers.register_type_handler(int, object())
+    jobs = ocp.options.MultiprocessingOptions(active_processes={0})
+    options = ocp.CheckpointManagerOptions(multiprocessing_options=jobs)
+    with pytest.raises(NotImplementedError, match="active_processes"):
+        ocp.CheckpointManager(tmp_path / "run", options=options)
+
+
+def test_a_logger_is_told(tmp_path: Path) -> None:
+    entries: list[dict[str, Any]] = []
+
+    class Logger:
+        def log_entry(self, entry: dict[str, Any]) -> None:
+            entries.append(entry)
+
+    with ocp.CheckpointManager(tmp_path, logger=Logger()) as mngr:
+        mngr.save(1, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
+        mngr.restore(1)
+    told = [(each["event_type"], each["step"], each["directory"]) for each in entries]
+    assert told == [("save", 1, str(tmp_path)), ("restore", 1, str(tmp_path))]
+
+
+def test_a_save_that_has_failed_is_heard_and_not_listed(tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path) as mngr:
+        mngr.save(1, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
+        # A timeout that has passed fails the save once its snapshot is taken.
+        mngr.wait_until_finished()
+        mngr._options.async_options = ocp.AsyncOptions(timeout_secs=0)
+        with pytest.raises(ckpt.errors.CheckpointError):
+            mngr.save(2, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
+        mngr._options.async_options = None
+        assert mngr.all_steps() == [1]
+        assert mngr.save(2, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
+        assert mngr.all_steps() == [1, 2]
+
+
+def test_all_names_are_there() -> None:
+    for name in ocp.__all__:
+        assert hasattr(ocp, name)
