@@ -10,6 +10,7 @@ from ckpt_orbax import (
     checkpointers,
     handlers,
     metadata,
+    multihost,
     options,
     path,
     test_utils,
@@ -17,6 +18,7 @@ from ckpt_orbax import (
     tree,
     type_handlers,
     utils,
+    v1,
 )
 from ckpt_orbax import args as checkpoint_args
 from ckpt_orbax import policies as checkpoint_managers
@@ -89,6 +91,7 @@ __all__ = [
     "handlers",
     "install",
     "metadata",
+    "multihost",
     "options",
     "path",
     "test_utils",
@@ -96,4 +99,5 @@ __all__ = [
     "tree",
     "type_handlers",
     "utils",
+    "v1",
 ]

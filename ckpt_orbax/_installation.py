@@ -15,10 +15,16 @@ _NAME = "orbax.checkpoint"
 # Modules by the names that programs import, relative to `orbax.checkpoint`.
 _SAME = (
     *("args", "checkpoint_manager", "checkpoint_utils", "checkpointers", "handlers", "metadata"),
+    "multihost",
     *("options", "path", "path.step", "test_utils", "transform_utils", "tree", "type_handlers"),
-    "utils",
+    *("utils", "v1", "v1.errors", "v1.handlers", "v1.training"),
 )
-_OTHERS = {"checkpoint_args": "args", "checkpoint_managers": "policies"}
+_OTHERS = {
+    "checkpoint_args": "args",
+    "checkpoint_managers": "policies",
+    "experimental.v1": "v1",
+    "v1.options": "v1.context",
+}
 
 
 def install() -> None:
@@ -60,6 +66,8 @@ def install() -> None:
     )
     module.is_ckpt_orbax = True
     sys.modules[_NAME] = orbax.checkpoint = module  # type: ignore[attr-defined]
+    sys.modules[f"{_NAME}.experimental"] = experimental = ModuleType(f"{_NAME}.experimental")
+    experimental.__path__ = []
     for name, ours in (dict(zip(_SAME, _SAME, strict=True)) | _OTHERS).items():
         sys.modules[f"{_NAME}.{name}"] = importlib.import_module(f"ckpt_orbax.{ours}")
     sys.meta_path.insert(0, _Unknown())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from ckpt_orbax.type_handlers import ArrayRestoreArgs, RestoreArgs, SaveArgs
 _shaped: Any = jax.ShapeDtypeStruct
 
 _TREES_TO_SAVE = (args_lib.StandardSave, args_lib.PyTreeSave, args_lib.ArraySave)
-_AS_THEY_ARE = (args_lib.ProtoSave, args_lib.JaxRandomKeySave, args_lib.NumpyRandomKeySave)
+_AS_THEY_ARE = (args_lib.ProtoSave, args_lib.NumpyRandomKeySave)
 
 
 class JsonItem:
@@ -81,6 +82,28 @@ class Wanted:
     result: Callable[[Any], Any] = field(default=lambda found: found)
 
 
+def loaded_items(
+    load: Callable[..., Any], stored: ckpt.StepMetadata, wanted: Mapping[str, Wanted]
+) -> dict[str, Any]:
+    """Return items by name.
+
+    Args:
+        load: Loads `items` with `adapt`, as a manager of `ckpt` does.
+        stored: What is stored.
+        wanted: What is asked of each item.
+
+    Raises:
+        KeyError: There is no such item.
+    """
+    for name in wanted:
+        if name not in stored.items:
+            raise KeyError(f"{stored.info.path} has no item {name!r}; it has {list(stored.items)}")
+    adapt = {name: each.adapt for name, each in wanted.items() if each.adapt is not None}
+    like = {name: each.like for name, each in wanted.items()}
+    found = load(items=like, adapt=adapt or None)
+    return {name: each.result(found[name]) for name, each in wanted.items()}
+
+
 def saved_item(args: Any, handler: Any = None) -> Any:
     """Return what `ckpt` saves for the arguments of an item."""
     if handler is None and isinstance(args, _TREES_TO_SAVE):
@@ -94,12 +117,13 @@ def saved_item(args: Any, handler: Any = None) -> Any:
     return HandledItem(handler, args)
 
 
-def wanted_item(args: Any, leaves: Callable[[], Mapping[str, Any]], handler: Any = None) -> Wanted:
+def wanted_item(args: Any, found: ckpt.StepMetadata, name: str, handler: Any = None) -> Wanted:
     """Return what a restore asks of an item.
 
     Args:
         args: The arguments; None for the item as it was saved.
-        leaves: Returns what is stored of the item, by leaf path.
+        found: What is stored.
+        name: Name of the item.
         handler: A handler of the user's own.
 
     Raises:
@@ -107,17 +131,18 @@ def wanted_item(args: Any, leaves: Callable[[], Mapping[str, Any]], handler: Any
     """
     if handler is not None:
         return _handled(args, handler)
+    stored = found.leaves.get(name, {})
     match args:
         case None | args_lib.JsonRestore() | args_lib.NumpyRandomKeyRestore():
             return Wanted()
         case args_lib.StandardRestore():
-            return _standard(args, leaves)
+            return _standard(args, found.items.get(name), stored)
         case args_lib.PyTreeRestore():
-            return _tree(args, leaves)
-        case args_lib.ArrayRestore() | args_lib.JaxRandomKeyRestore():
+            return _tree(args, stored)
+        case args_lib.ArrayRestore():
             if args.restore_args is None:
                 return Wanted(args.item)
-            return Wanted(_leaf(args.restore_args, args.item, next(iter(leaves().values()), None)))
+            return Wanted(_leaf(args.restore_args, args.item, next(iter(stored.values()), None)))
         case args_lib.ProtoRestore():
             return Wanted(args.item)
         case _:
@@ -129,7 +154,7 @@ def _handled(args: Any, handler: Any) -> Wanted:
     return Wanted(item, result=lambda _: item.found)
 
 
-def _standard(args: args_lib.StandardRestore, leaves: Callable[[], Mapping[str, Any]]) -> Wanted:
+def _standard(args: args_lib.StandardRestore, tree: Any, stored: Mapping[str, Any]) -> Wanted:
     if args.support_layout:
         raise NotImplementedError(
             "support_layout=True: layouts are not restored; use jax.device_put afterwards"
@@ -137,43 +162,36 @@ def _standard(args: args_lib.StandardRestore, leaves: Callable[[], Mapping[str, 
     if args.item is None:
         if args.fallback_sharding is None:
             return Wanted()
-        like = {
-            path: leaf.with_sharding(args.fallback_sharding) if hasattr(leaf, "kind") else leaf
-            for path, leaf in leaves().items()
-        }
-        return Wanted(nested(like))
-    return Wanted(args.item, _adapt(_casts(args.item, leaves), is_strict=args.strict))
+        return Wanted(jax.tree.map(partial(_placed, args.fallback_sharding), tree))
+    return Wanted(args.item, _adapt(casts(args.item, stored), is_strict=args.strict))
 
 
-def _tree(args: args_lib.PyTreeRestore, leaves: Callable[[], Mapping[str, Any]]) -> Wanted:
+def _placed(sharding: Any, leaf: Any) -> Any:
+    is_array = isinstance(leaf, ckpt.types.LeafInfo) and leaf.kind in ("jax", "key")
+    return leaf.with_sharding(sharding) if is_array and leaf.saved_sharding is None else leaf
+
+
+def _tree(args: args_lib.PyTreeRestore, stored: Mapping[str, Any]) -> Wanted:
     if args.legacy_transform_fn is not None:
         raise NotImplementedError(
             "legacy_transform_fn: restore what is stored, and compute with jax afterwards"
         )
     is_strict = True
     like = args.item
-    stored = {} if like is None and args.restore_args is None else leaves()
     if args.restore_args is None:
         # Without more, leaves have the types and places that they were saved with.
         like = jax.tree_util.tree_map_with_path(
             lambda path, leaf: leaf if leaf is ... else stored.get(leaf_path(path), leaf), like
         )
     else:
+        trees = [args.restore_args] if like is None else [args.restore_args, like]
         given = jax.tree.leaves(args.restore_args, is_leaf=_is_restore_args)
         is_strict = all(getattr(each, "strict", True) for each in given)
-        if like is None:
-            like = jax.tree_util.tree_map_with_path(
-                lambda path, each: _leaf(each, None, stored.get(leaf_path(path))),
-                args.restore_args,
-                is_leaf=_is_restore_args,
-            )
-        else:
-            like = jax.tree_util.tree_map_with_path(
-                lambda path, each, leaf: _leaf(each, leaf, stored.get(leaf_path(path))),
-                args.restore_args,
-                like,
-                is_leaf=_is_restore_args,
-            )
+        like = jax.tree_util.tree_map_with_path(
+            lambda path, each, leaf=None: _leaf(each, leaf, stored.get(leaf_path(path))),
+            *trees,
+            is_leaf=_is_restore_args,
+        )
     if like is None:
         return Wanted()
     renames: dict[str, str] = {}
@@ -183,7 +201,7 @@ def _tree(args: args_lib.PyTreeRestore, leaves: Callable[[], Mapping[str, Any]])
         keeps = keeps or not args.transforms_default_to_original
     is_part = args.partial_restore or args.transforms is not None
     adapt = _adapt(
-        _casts(like, leaves, renames),
+        casts(like, stored, renames),
         is_strict=is_strict,
         rename=renames or None,
         extra="ignore" if is_part else "error",
@@ -200,8 +218,8 @@ def _adapt(cast: Mapping[str, Any], *, is_strict: bool, **more: Any) -> ckpt.Ada
     return ckpt.Adapt(cast=cast or None, resize=None if is_strict else "both", **more)
 
 
-def _casts(
-    like: Any, leaves: Callable[[], Mapping[str, Any]], renames: Mapping[str, str] | None = None
+def casts(
+    like: Any, stored: Mapping[str, Any], renames: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Return the casts between kinds of dtypes, all of which Orbax allows."""
     wanted = {
@@ -210,8 +228,8 @@ def _casts(
         if isinstance(leaf, jax.ShapeDtypeStruct | jax.Array | np.ndarray)
         and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     }
-    stored = dict(leaves()) if wanted else {}
-    stored |= {new: stored[old] for old, new in (renames or {}).items() if old in stored}
+    moved = {new: stored[old] for old, new in (renames or {}).items() if old in stored}
+    stored = dict(stored) | moved
     return {
         path: dtype
         for path, dtype in wanted.items()
@@ -273,17 +291,3 @@ def leaf_path(path: tuple[Any, ...]) -> str:
         .replace("/", "%2F")
         for key in path
     )
-
-
-def nested(leaves: Mapping[str, Any]) -> Any:
-    """Return nested dicts of leaves by leaf path."""
-    if list(leaves) == [""]:
-        return leaves[""]
-    found: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *above, last = path.split(".")
-        place = found
-        for key in above:
-            place = place.setdefault(key, {})
-        place[last] = leaf
-    return found

@@ -66,7 +66,7 @@ class StandardRestore(CheckpointArgs):
             restores the tree as it was saved.
         strict: False pads arrays with zeros, or cuts them, where shapes differ.
         support_layout: Layouts of arrays on devices are not restored; True is refused.
-        fallback_sharding: Place of all arrays without a target.
+        fallback_sharding: Without a target, place of arrays whose place is not stored.
 
     Example:
         ```python
@@ -209,7 +209,7 @@ class ProtoRestore(CheckpointArgs):
 
 
 @dataclasses.dataclass
-class JaxRandomKeySave(CheckpointArgs):
+class JaxRandomKeySave(ArraySave):
     """Saves a key of `jax.random`, typed or not.
 
     Example:
@@ -218,12 +218,9 @@ class JaxRandomKeySave(CheckpointArgs):
         ```
     """
 
-    item: Any
-    save_args: Any = None
-
 
 @dataclasses.dataclass
-class JaxRandomKeyRestore(CheckpointArgs):
+class JaxRandomKeyRestore(ArrayRestore):
     """Restores a key of `jax.random`.
 
     Example:
@@ -231,9 +228,6 @@ class JaxRandomKeyRestore(CheckpointArgs):
         found = mngr.restore(100, args=ocp.args.Composite(key=ocp.args.JaxRandomKeyRestore()))
         ```
     """
-
-    item: Any = None
-    restore_args: Any = None
 
 
 @dataclasses.dataclass

@@ -21,9 +21,9 @@ from ckpt_orbax.handlers import CheckpointHandlerRegistry, ItemHandlers
 from ckpt_orbax.metadata import RootMetadata, StepMetadata, nested_metrics, step_metadata
 from ckpt_orbax.options import CheckpointManagerOptions
 from ckpt_orbax.policies import (
-    CheckpointInfo,
     DecisionContext,
     PreservationContext,
+    Step,
     preservation_policy_of,
     ranked_steps,
     save_policy_of,
@@ -107,7 +107,8 @@ class CheckpointManager:
         # Steps that the policy has given up; they are deleted once the save at hand is committed.
         self._given_up: set[int] = set()
         self._pending: tuple[int, ckpt.Commit] | None = None
-        self._manager = _opened(self._directory, options, metadata, self._given_up)
+        self._names = _names_of(options)
+        self._manager = _opened(self._directory, options, metadata, self._names, self._given_up)
         self._infos = self._listed()
 
     def __enter__(self) -> Self:
@@ -120,6 +121,23 @@ class CheckpointManager:
     def directory(self) -> Any:
         """The root: a `pathlib.Path`, or the text of a URL."""
         return self._directory if "://" in self._directory else Path(self._directory)
+
+    def _path_of(self, step: int) -> Any:
+        """Return the path of a step."""
+        name = self._names.name(step)
+        return f"{self._directory}/{name}" if "://" in self._directory else self.directory / name
+
+    def cancel(self) -> None:
+        """Give up the save that is under way; nothing of it is left.
+
+        Example:
+            ```python
+            mngr.cancel()
+            ```
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None and pending[1].cancel():
+            self._infos = [info for info in self._infos if info.step != pending[0]]
 
     def all_steps(self, read: bool = False) -> Sequence[int]:
         """Return the steps, ascending, with the one that is being saved.
@@ -205,7 +223,7 @@ class CheckpointManager:
             reached_preemption=self.reached_preemption(step),
             multiprocessing_options=self._options.multiprocessing_options,
         )
-        now = CheckpointInfo(step, _now())
+        now = Step(step, _now())
         return bool(self._save_policy.should_save(now, self._infos, context=context))
 
     def delete(self, step: int) -> None:
@@ -279,39 +297,58 @@ class CheckpointManager:
             args = self._legacy_args(items, save_kwargs, 0)
         saved: dict[str, Any] = {}
         for name, each in ({None: args} if self._is_single else _by_name(args)).items():
+            _check_name(name)
             saved[name or DEFAULT_ITEM_NAME] = _items.saved_item(
                 each, self._handlers.own(name, each)
             )
-            _check_name(name)
-        options = self._options
-        given: dict[str, Any] = {"items": saved}
+        given: dict[str, Any] = {"custom_metadata": custom_metadata}
         if self._is_single:
-            given = {"state": saved[DEFAULT_ITEM_NAME]}
-        if metrics is not None and options.best_fn and not options.prevent_write_metrics:
+            given["state"] = saved[DEFAULT_ITEM_NAME]
+        else:
+            given["items"] = saved
+        if (
+            metrics is not None
+            and self._options.best_fn
+            and not self._options.prevent_write_metrics
+        ):
             given["metrics"] = metrics
-        if options.async_options is not None:
-            given["timeout"] = float(options.async_options.timeout_secs)
+        self._start(Step(step, _now(), metrics), given)
+        is_async = self._options.enable_async_checkpointing
+        if not is_async:
+            self.wait_until_finished()
+        self._log("save", step, began, synchronous=not is_async)
+        return True
+
+    def _start(self, info: Step, given: dict[str, Any], if_exists: Any = "error") -> ckpt.Commit:
+        """Start a save, after the one before it, whatever the policy says.
+
+        Args:
+            info: The step, as policies see it.
+            given: Arguments of `save` of a manager of `ckpt`.
+            if_exists: One of them.
+        """
+        self.wait_until_finished()
+        asked = self._options.async_options
+        if asked is not None:
+            given["timeout"] = float(asked.timeout_secs)
         # Before the save, which deletes steps once it is committed.
-        self._given_up.discard(step)
-        kept, given_up = self._preserved([*self._infos, CheckpointInfo(step, _now(), metrics)])
         before = set(self._given_up)
+        self._given_up.discard(info.step)
+        others = [each for each in self._infos if each.step != info.step]
+        kept, given_up = self._preserved(sorted([*others, info], key=lambda each: each.step))
         self._given_up |= given_up
         try:
-            commit = self._manager.save(
-                step, force=True, if_exists="error", custom_metadata=custom_metadata, **given
-            )
+            save: Any = self._manager.save
+            commit: ckpt.Commit = save(info.step, force=True, if_exists=if_exists, **given)
         except BaseException:
             self._given_up.intersection_update(before)
             raise
         self._infos = kept
-        self._pending = step, commit
-        callback = options.async_options and options.async_options.post_finalization_callback
-        if callback:
+        self._pending = info.step, commit
+        callback = None if asked is None else asked.post_finalization_callback
+        if callback is not None:
             commit.add_done_callback(lambda done: callback() if done.exception() is None else None)
-        if not options.enable_async_checkpointing:
-            self.wait_until_finished()
-        self._log("save", step, began, synchronous=not options.enable_async_checkpointing)
-        return True
+        return commit
 
     def restore(
         self,
@@ -355,37 +392,34 @@ class CheckpointManager:
             step = self.latest_step()
             if step is None:
                 raise FileNotFoundError(f"{self._directory} has no steps")
-        stored = self._manager.metadata(step)
-        if self._is_single is None:
-            self._is_single = set(stored.items) == {DEFAULT_ITEM_NAME}
+        stored = self._described(step)
         self._check_args(items, args)
         if args is None and (items is not None or restore_kwargs is not None):
             args = self._legacy_args(items, restore_kwargs, 1)
         wanted: dict[str, Any] = dict.fromkeys(stored.items)
         if args is not None:
             wanted = {DEFAULT_ITEM_NAME: args} if self._is_single else _by_name(args)
-        for name in wanted:
-            if name not in stored.items:
-                raise KeyError(f"step {step} has no item {name!r}; it has {list(stored.items)}")
-        found = self._restored(step, stored, wanted)
+        asked = {
+            name: _items.wanted_item(
+                each,
+                stored,
+                name,
+                self._handlers.own(None if self._is_single else name, each),
+            )
+            for name, each in wanted.items()
+        }
+        found = _items.loaded_items(partial(self._manager.restore, step), stored, asked)
         self._log("restore", step, began)
         return found[DEFAULT_ITEM_NAME] if self._is_single else args_lib.Composite(**found)
 
-    def _restored(
-        self, step: int, stored: ckpt.StepMetadata, args: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        wanted = {
-            name: _items.wanted_item(
-                each,
-                partial(stored.leaves.__getitem__, name),
-                self._handlers.own(None if self._is_single else name, each),
-            )
-            for name, each in args.items()
-        }
-        adapt = {name: each.adapt for name, each in wanted.items() if each.adapt is not None}
-        like = {name: each.like for name, each in wanted.items()}
-        found = self._manager.restore(step, items=like, adapt=adapt or None)
-        return {name: each.result(found[name]) for name, each in wanted.items()}
+    def _described(self, step: int) -> ckpt.StepMetadata:
+        """Return what `ckpt` knows of a step, after the save of it."""
+        if self._pending is not None and self._pending[0] == step:
+            self.wait_until_finished()
+        found = self._manager.metadata(step)
+        if self._is_single is None:
+            self._is_single = set(found.items) == {DEFAULT_ITEM_NAME}
+        return found
 
     def item_metadata(self, step: int) -> Any:
         """Return the `TreeMetadata` of a step, or a `Composite` of one for each item.
@@ -413,12 +447,8 @@ class CheckpointManager:
         return self._step_metadata(step)
 
     def _step_metadata(self, step: int) -> StepMetadata:
-        if self._pending is not None and self._pending[0] == step:
-            self.wait_until_finished()
-        found = self._manager.metadata(step)
-        if self._is_single is None:
-            self._is_single = set(found.items) == {DEFAULT_ITEM_NAME}
-        return step_metadata(found, is_single=self._is_single)
+        found = self._described(step)
+        return step_metadata(found, is_single=bool(self._is_single))
 
     def metrics(self, step: int) -> Any:
         """Return the metrics of a step; None if it has none.
@@ -504,9 +534,9 @@ class CheckpointManager:
         finally:
             self._manager.close()
 
-    def _listed(self) -> list[CheckpointInfo]:
+    def _listed(self) -> list[Step]:
         infos = [
-            CheckpointInfo(each.step, each.committed, nested_metrics(each.metrics) or None)
+            Step(each.step, each.committed, nested_metrics(each.metrics) or None)
             for each in self._manager.steps()
             if each.step is not None
         ]
@@ -518,7 +548,7 @@ class CheckpointManager:
             + [i for i in self._infos if i.step == pending[0]]
         )
 
-    def _preserved(self, infos: list[CheckpointInfo]) -> tuple[list[CheckpointInfo], set[int]]:
+    def _preserved(self, infos: list[Step]) -> tuple[list[Step], set[int]]:
         """Return the steps that the policy keeps, and the numbers of the others."""
         answer = self._preservation_policy.should_preserve(infos, context=PreservationContext())
         kept = [info for info, is_kept in zip(infos, answer, strict=True) if is_kept]
@@ -556,17 +586,9 @@ class CheckpointManager:
 
     def _log(self, what: str, step: int, began: float, **more: Any) -> None:
         if self._logger is not None:
-            seconds = time.time() - began
+            name = "checkpoint_manager_blocking" if what == "save" else "checkpoint_manager"
+            times = {f"{name}_start_time": began, f"{name}_duration_secs": time.time() - began}
             entry = {"event_type": what, "step": step, "directory": self._directory}
-            times = {
-                "checkpoint_manager_start_time": began,
-                "checkpoint_manager_duration_secs": seconds,
-            }
-            if what == "save":
-                times = {
-                    "checkpoint_manager_blocking_start_time": began,
-                    "checkpoint_manager_blocking_duration_secs": seconds,
-                }
             self._logger.log_entry(entry | times | more)
 
 
@@ -587,18 +609,21 @@ class _StepNames:
         return step if self.name(step) == name else None
 
 
+def _names_of(options: CheckpointManagerOptions) -> Any:
+    if options.step_name_format is not None:
+        return _StepNames(options.step_name_format)
+    return ckpt.step_names.Standard(
+        options.step_prefix or "", options.step_format_fixed_length or 0
+    )
+
+
 def _opened(
     directory: str,
     options: CheckpointManagerOptions,
     metadata: Mapping[str, Any] | None,
+    names: Any,
     given_up: set[int],
 ) -> ckpt.sync.CheckpointManager:
-    if options.step_name_format is not None:
-        names: Any = _StepNames(options.step_name_format)
-    else:
-        names = ckpt.step_names.Standard(
-            options.step_prefix or "", options.step_format_fixed_length or 0
-        )
     jobs = options.multiprocessing_options
     if jobs.active_processes is not None:
         raise NotImplementedError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
@@ -85,7 +86,7 @@ def checkpoints_iterator(
     step_prefix: str | None = None,
     step_format_fixed_length: int | None = None,
     **_: Any,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Yield each new step of a root; the newest one, if several are new.
 
     The step is pinned while the caller works with it, so that nobody deletes it.
@@ -124,22 +125,16 @@ def checkpoints_iterator(
             return
 
 
+@contextlib.contextmanager
 def wait_for_new_checkpoint(
-    checkpoint_dir: str | os.PathLike[str],
-    *,
-    until_step: int | None = None,
-    timeout: float | None = None,
-    timeout_fn: Callable[[], bool] | None = None,
-    **more: Any,
-) -> Any:
-    """Return a context manager that waits for a step and protects it; it gives -1 after `timeout`.
+    checkpoint_dir: str | os.PathLike[str], *, until_step: int | None = None, **options: Any
+) -> Iterator[int]:
+    """Wait for a step, and protect it within the block; give -1 if none comes in time.
 
     Args:
         checkpoint_dir: The root.
         until_step: The least step to wait for; None for any.
-        timeout: Seconds to wait; None for no limit.
-        timeout_fn: After `timeout`, the waiting ends only if this returns True.
-        more: As for `checkpoints_iterator`.
+        options: As for `checkpoints_iterator`: `timeout`, `timeout_fn` and others.
 
     Example:
         ```python
@@ -147,21 +142,5 @@ def wait_for_new_checkpoint(
             evaluate(ocp.StandardCheckpointer().restore(f"{directory}/{step}/default"))
         ```
     """
-    return _OneStep(checkpoint_dir, until_step, timeout, timeout_fn, more)
-
-
-class _OneStep:
-    def __init__(self, root: Any, until: int | None, timeout: Any, ends: Any, more: Any) -> None:
-        self._given = dict(more, timeout=timeout, timeout_fn=ends)
-        self._root, self._until = root, until
-        self._steps: Any = None
-
-    def __enter__(self) -> int:
-        self._steps = checkpoints_iterator(self._root, **self._given)
-        for step in self._steps:
-            if self._until is None or step >= self._until:
-                return int(step)
-        return -1
-
-    def __exit__(self, *_: object) -> None:
-        self._steps.close()
+    with contextlib.closing(checkpoints_iterator(checkpoint_dir, **options)) as steps:
+        yield next((step for step in steps if until_step is None or step >= until_step), -1)

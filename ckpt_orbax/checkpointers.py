@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import ckpt
@@ -139,31 +140,24 @@ class Checkpointer:
         """
         self.wait_until_finished()
         path = os.fspath(directory)
-        given = self._args(1, args, kwargs) if args or kwargs else None
+        given: Any = self._args(1, args, kwargs) if args or kwargs else None
         stored = ckpt.sync.metadata(path)
-        if isinstance(given, args_lib.Composite) or (given is None and not stored.unnamed):
-            asked = dict.fromkeys(stored.items) if given is None else dict(given.items())
-            for name in asked:
-                if name not in stored.items:
-                    raise KeyError(f"{path} has no item {name!r}; it has {list(stored.items)}")
-            wanted = {name: self._wanted(name, each, stored) for name, each in asked.items()}
-            adapt = {name: each.adapt for name, each in wanted.items() if each.adapt is not None}
-            like = {name: each.like for name, each in wanted.items()}
-            found = ckpt.sync.load(path, items=like, adapt=adapt or None)
-            return args_lib.Composite(
-                **{name: each.result(found[name]) for name, each in wanted.items()}
+        is_composite = isinstance(given, args_lib.Composite)
+        asked = dict(given.items()) if is_composite else dict.fromkeys(stored.items, given)
+        wanted = {
+            name: _items.wanted_item(
+                each,
+                stored,
+                name,
+                self._handlers.own(name if is_composite else None, each),
             )
-        (name,) = stored.items
-        one = self._wanted(None, given, stored, name)
-        return one.result(ckpt.sync.load(path, one.like, adapt=one.adapt))
+            for name, each in asked.items()
+        }
+        found = _items.loaded_items(partial(ckpt.sync.load, path), stored, wanted)
+        is_single = stored.unnamed and not is_composite
+        return next(iter(found.values())) if is_single else args_lib.Composite(**found)
 
-    def _wanted(
-        self, name: str | None, args: Any, stored: ckpt.StepMetadata, item: str = ""
-    ) -> _items.Wanted:
-        leaves = lambda: stored.leaves[name or item]  # noqa: E731
-        return _items.wanted_item(args, leaves, self._handlers.own(name, args))
-
-    def metadata(self, directory: Path) -> Any:
+    def metadata(self, directory: Path) -> StepMetadata:
         """Return the metadata of a checkpoint: a `StepMetadata`, whose `item_metadata` is a tree.
 
         Example:
@@ -171,9 +165,6 @@ class Checkpointer:
             print(ckptr.metadata(path).item_metadata["params"])
             ```
         """
-        return self._metadata(directory)
-
-    def _metadata(self, directory: Path) -> StepMetadata:
         self.wait_until_finished()
         found = ckpt.sync.metadata(os.fspath(directory))
         return step_metadata(found, is_single=found.unnamed)
@@ -310,16 +301,6 @@ class StandardCheckpointer(AsyncCheckpointer):
         """
         given = args_lib.StandardRestore(target, strict=strict) if args is None else args
         return super().restore(directory, args=given)
-
-    def metadata(self, directory: Path) -> Any:
-        """Return the metadata of a checkpoint; see `Checkpointer.metadata`.
-
-        Example:
-            ```python
-            print(ckptr.metadata(path).item_metadata)
-            ```
-        """
-        return self._metadata(directory)
 
 
 class PyTreeCheckpointer(Checkpointer):

@@ -38,12 +38,6 @@ class CheckpointHandler:
         """Return the item in a directory."""
         raise NotImplementedError
 
-    def finalize(self, directory: Any) -> None:
-        """Not called."""
-
-    def close(self) -> None:
-        """Not called."""
-
 
 class AsyncCheckpointHandler(CheckpointHandler):
     """As `CheckpointHandler`. Its `save` is called, in another thread."""

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import logging
 from collections.abc import Callable, Container
 from typing import Any
 
 __all__ = ["AsyncOptions", "FileOptions", "MultiprocessingOptions"]
-
-_LOG: logging.Logger = logging.getLogger("ckpt")
 
 
 @dataclasses.dataclass
@@ -81,7 +78,7 @@ class CheckpointManagerOptions:
         todelete_full_path: The same, as an absolute path.
         enable_background_delete: Without effect: steps are always deleted in the background.
         num_deletion_threads: Number of steps that are deleted at once.
-        read_only: True to refuse everything that writes.
+        read_only: True to pass over everything that writes.
         enable_async_checkpointing: False if `save` shall return when the step is durable.
         async_options: See `AsyncOptions`.
         multiprocessing_options: See `MultiprocessingOptions`.
@@ -156,26 +153,5 @@ class CheckpointManagerOptions:
             raise ValueError(
                 "preservation_policy goes without max_to_keep, keep_period and keep_time_interval"
             )
-        if self.read_only:
-            self._refuse_writes()
+        self.create = self.create and not self.read_only
         self.save_on_steps = frozenset(self.save_on_steps or ())  # type: ignore[call-overload]
-
-    def _refuse_writes(self) -> None:
-        """Take back, with one line, what a manager that only reads cannot do."""
-        nothing = CheckpointManagerOptions(
-            save_interval_steps=0,
-            create=False,
-            multiprocessing_options=self.multiprocessing_options,
-        )
-        names = (
-            *("save_interval_steps", "max_to_keep", "keep_time_interval", "keep_period"),
-            *("cleanup_tmp_directories", "save_on_steps", "todelete_subdir", "todelete_full_path"),
-            *("should_save_fn", "create"),
-        )
-        default = CheckpointManagerOptions()
-        given = [name for name in names if getattr(self, name) != getattr(default, name)]
-        for name in names:
-            setattr(self, name, getattr(nothing, name))
-        self.save_on_steps = None
-        if given:
-            _LOG.warning("read_only=True: %s have no effect", ", ".join(given))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 __all__ = [
     "AnyPreservationPolicy",
@@ -21,6 +21,7 @@ __all__ = [
     "InitialSavePolicy",
     "LatestDuration",
     "LatestN",
+    "PolicyCheckpointInfo",
     "PreemptionCheckpointingPolicy",
     "PreservationContext",
     "PreservationPolicy",
@@ -31,7 +32,7 @@ __all__ = [
 
 
 @dataclasses.dataclass
-class CheckpointInfo:
+class PolicyCheckpointInfo:
     """A step, as policies see it.
 
     Attributes:
@@ -65,24 +66,21 @@ class PreservationContext:
     """What a `PreservationPolicy` is told beside the steps: nothing so far."""
 
 
-Steps = Sequence[CheckpointInfo]
+Step: TypeAlias = PolicyCheckpointInfo
+Steps: TypeAlias = Sequence[PolicyCheckpointInfo]
 
 
 class SaveDecisionPolicy(Protocol):
     """Decides if a step is saved."""
 
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Steps, *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: Step, previous_steps: Steps, *, context: DecisionContext) -> bool:
         """Return True to save the step."""
 
 
 class PreservationPolicy(Protocol):
     """Decides which steps are kept."""
 
-    def should_preserve(
-        self, checkpoints: Steps, *, context: PreservationContext
-    ) -> Sequence[bool]:
+    def should_preserve(self, checkpoints: Steps, *, context: Any) -> Sequence[bool]:
         """Return True for each step to keep, in their order."""
 
 
@@ -92,9 +90,7 @@ class FixedIntervalPolicy(SaveDecisionPolicy):
 
     interval: int
 
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Steps, *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: Step, previous_steps: Steps, *, context: DecisionContext) -> bool:
         return step.step % self.interval == 0
 
 
@@ -104,9 +100,7 @@ class SpecificStepsPolicy(SaveDecisionPolicy):
 
     steps: Container[int]
 
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Steps, *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: Step, previous_steps: Steps, *, context: DecisionContext) -> bool:
         return step.step in self.steps
 
 
@@ -116,9 +110,7 @@ class ContinuousCheckpointingPolicy(SaveDecisionPolicy):
 
     minimum_interval_secs: int | None = None
 
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Steps, *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: Step, previous_steps: Steps, *, context: DecisionContext) -> bool:
         if context.is_saving_in_progress:
             return False
         if not previous_steps or self.minimum_interval_secs is None:
@@ -129,18 +121,14 @@ class ContinuousCheckpointingPolicy(SaveDecisionPolicy):
 class PreemptionCheckpointingPolicy(SaveDecisionPolicy):
     """Saves once the job is to end soon."""
 
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Steps, *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: Step, previous_steps: Steps, *, context: DecisionContext) -> bool:
         return context.reached_preemption
 
 
 class InitialSavePolicy(SaveDecisionPolicy):
     """Saves the first step of an empty root."""
 
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Steps, *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: Step, previous_steps: Steps, *, context: DecisionContext) -> bool:
         return not previous_steps
 
 
@@ -150,9 +138,7 @@ class AnySavePolicy(SaveDecisionPolicy):
 
     policies: Sequence[SaveDecisionPolicy]
 
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Steps, *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: Step, previous_steps: Steps, *, context: DecisionContext) -> bool:
         return any(
             policy.should_save(step, previous_steps, context=context) for policy in self.policies
         )
@@ -162,9 +148,7 @@ class AnySavePolicy(SaveDecisionPolicy):
 class _Decided(SaveDecisionPolicy):
     decides: Callable[[int, int | None], bool]
 
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Steps, *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: Step, previous_steps: Steps, *, context: DecisionContext) -> bool:
         return self.decides(step.step, previous_steps[-1].step if previous_steps else None)
 
 
@@ -172,9 +156,7 @@ class _Decided(SaveDecisionPolicy):
 class PreserveAll(PreservationPolicy):
     """Keeps all steps."""
 
-    def should_preserve(
-        self, checkpoints: Steps, *, context: PreservationContext
-    ) -> Sequence[bool]:
+    def should_preserve(self, checkpoints: Steps, *, context: Any) -> Sequence[bool]:
         return [True] * len(checkpoints)
 
 
@@ -184,9 +166,7 @@ class LatestN(PreservationPolicy):
 
     n: int | None = None
 
-    def should_preserve(
-        self, checkpoints: Steps, *, context: PreservationContext
-    ) -> Sequence[bool]:
+    def should_preserve(self, checkpoints: Steps, *, context: Any) -> Sequence[bool]:
         first = 0 if self.n is None else len(checkpoints) - self.n
         return [number >= first for number in range(len(checkpoints))]
 
@@ -197,9 +177,7 @@ class EveryNSeconds(PreservationPolicy):
 
     interval_secs: int
 
-    def should_preserve(
-        self, checkpoints: Steps, *, context: PreservationContext
-    ) -> Sequence[bool]:
+    def should_preserve(self, checkpoints: Steps, *, context: Any) -> Sequence[bool]:
         times = [info.time.timestamp() for info in checkpoints]
         return _spaced(times, self.interval_secs)
 
@@ -218,9 +196,7 @@ class EveryNSteps(PreservationPolicy):
     exact_interval: bool = True
     max_to_keep: int | None = None
 
-    def should_preserve(
-        self, checkpoints: Steps, *, context: PreservationContext
-    ) -> Sequence[bool]:
+    def should_preserve(self, checkpoints: Steps, *, context: Any) -> Sequence[bool]:
         steps = [info.step for info in checkpoints]
         if self.exact_interval:
             kept = [step % _above_0(self.interval_steps) == 0 for step in steps]
@@ -241,9 +217,7 @@ class EveryNStepsClosest(PreservationPolicy):
     interval_steps: int
     max_to_keep: int | None = None
 
-    def should_preserve(
-        self, checkpoints: Steps, *, context: PreservationContext
-    ) -> Sequence[bool]:
+    def should_preserve(self, checkpoints: Steps, *, context: Any) -> Sequence[bool]:
         every = _above_0(self.interval_steps)
         closest: dict[int, tuple[int, int]] = {}
         for number, info in enumerate(checkpoints):
@@ -265,9 +239,7 @@ class CustomSteps(PreservationPolicy):
     def __post_init__(self) -> None:
         self.steps = frozenset(self.steps)
 
-    def should_preserve(
-        self, checkpoints: Steps, *, context: PreservationContext
-    ) -> Sequence[bool]:
+    def should_preserve(self, checkpoints: Steps, *, context: Any) -> Sequence[bool]:
         return [info.step in self.steps for info in checkpoints]
 
 
@@ -277,9 +249,7 @@ class LatestDuration(PreservationPolicy):
 
     duration: datetime.timedelta
 
-    def should_preserve(
-        self, checkpoints: Steps, *, context: PreservationContext
-    ) -> Sequence[bool]:
+    def should_preserve(self, checkpoints: Steps, *, context: Any) -> Sequence[bool]:
         oldest = datetime.datetime.now(tz=datetime.UTC) - self.duration
         kept: list[bool] = []
         for info in checkpoints:
@@ -303,9 +273,7 @@ class BestN(PreservationPolicy):
     n: int | None = None
     keep_checkpoints_without_metrics: bool = True
 
-    def should_preserve(
-        self, checkpoints: Steps, *, context: PreservationContext
-    ) -> Sequence[bool]:
+    def should_preserve(self, checkpoints: Steps, *, context: Any) -> Sequence[bool]:
         if self.n is None or len(checkpoints) <= self.n:
             return [True] * len(checkpoints)
         ranked = ranked_steps(checkpoints, self.get_metric_fn, reverse=self.reverse)
@@ -321,16 +289,14 @@ class AnyPreservationPolicy(PreservationPolicy):
 
     policies: Sequence[PreservationPolicy]
 
-    def should_preserve(
-        self, checkpoints: Steps, *, context: PreservationContext
-    ) -> Sequence[bool]:
+    def should_preserve(self, checkpoints: Steps, *, context: Any) -> Sequence[bool]:
         kept = [policy.should_preserve(checkpoints, context=context) for policy in self.policies]
         return [any(each) for each in zip(*kept, strict=True)]
 
 
 def ranked_steps(
-    checkpoints: Iterable[CheckpointInfo], metric: Callable[[Any], float], *, reverse: bool
-) -> list[CheckpointInfo]:
+    checkpoints: Iterable[PolicyCheckpointInfo], metric: Callable[[Any], float], *, reverse: bool
+) -> list[PolicyCheckpointInfo]:
     """Return the steps that have metrics, the best last."""
     known = [info for info in checkpoints if info.metrics is not None]
     return sorted(known, key=lambda info: metric(info.metrics), reverse=reverse)

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-import jax
-
 __all__ = ["RestoreTransform", "Transform"]
 
 
@@ -81,10 +79,5 @@ def _flat(tree: Any, keys: tuple[str, ...]) -> Any:
     if isinstance(tree, Mapping):
         for key, below in tree.items():
             yield from _flat(below, (*keys, *str(key).split("/")))
-    elif isinstance(tree, Transform):
-        yield keys, tree
     else:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(
-            tree, is_leaf=lambda value: isinstance(value, Transform)
-        ):
-            yield (*keys, *(str(getattr(k, "key", getattr(k, "name", None))) for k in path)), leaf
+        yield keys, tree

@@ -13,7 +13,6 @@ __all__ = [
     "TMP_DIR_SUFFIX",
     "checkpoint_steps",
     "is_checkpoint_finalized",
-    "record_saved_duration",
     "to_shape_dtype_struct",
 ]
 
@@ -46,13 +45,3 @@ def is_checkpoint_finalized(path: str | os.PathLike[str]) -> bool:
     except ckpt.errors.CheckpointError:
         return False
     return True
-
-
-def record_saved_duration(checkpoint_start_time: float) -> None:
-    """Do nothing: `info.statistics` has the times of a save.
-
-    Example:
-        ```python
-        ocp.utils.record_saved_duration(time.time())
-        ```
-    """

@@ -124,12 +124,14 @@ def a_placeholder_skips_a_leaf(ocp: Any, root: Path) -> Iterator[Any]:
 
 
 @contract
-def a_fallback_sharding_places_all_arrays(ocp: Any, root: Path) -> Iterator[Any]:
+def a_fallback_sharding_is_for_arrays_without_a_place(ocp: Any, root: Path) -> Iterator[Any]:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    with saved(ocp, root, 1) as mngr:
+    with ocp.CheckpointManager(root) as mngr:
+        mngr.save(1, args=ocp.args.StandardSave({"w": jnp.ones(2), "l": [3, jnp.ones(4)]}))
         args = ocp.args.StandardRestore(fallback_sharding=place)
-        yield mngr.restore(1, args=args)["w"].shape
+        found = mngr.restore(1, args=args)
+        yield found["w"], found["l"][1]
 
 
 @contract

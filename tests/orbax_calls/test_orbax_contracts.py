@@ -7,15 +7,15 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 import pytest
 
-import ckpt_orbax
+import ckpt_orbax.v1
 from tests.interop.contracts.runners import on_orbax
 from tests.interop.contracts.table import CONTRACTS as TABLE
 from tests.interop.contracts.table import Contract as TableContract
-from tests.orbax_calls import checkpointers, managers
+from tests.orbax_calls import checkpointers, managers, newer
 from tests.orbax_calls.contracts import CONTRACTS, Contract, outcomes
 from tests.support.paths import ROOT
 
-MODULES = (managers, checkpointers)
+MODULES = (managers, checkpointers, newer)
 # Orbax closes loops late after an error.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

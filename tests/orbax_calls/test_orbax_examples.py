@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import pkgutil
 import re
+import shutil
 import textwrap
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import pytest
 from google.protobuf.struct_pb2 import Struct
 
 import ckpt_orbax as ocp
+from ckpt_orbax import v1
 
 FENCE = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
@@ -47,6 +49,14 @@ EXAMPLES = {
 
 class MyHandler(ocp.CheckpointHandler):
     pass
+
+
+class MyV1Handler(v1.CheckpointableHandler):
+    def is_handleable(self, checkpointable: Any) -> bool:
+        return False
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
+        return False
 
 
 @dataclasses.dataclass
@@ -95,18 +105,29 @@ def test_there_are_examples() -> None:
 def test_an_example(name: str, names: dict[str, Any]) -> None:
     code = EXAMPLES[name]
     is_composite = "Composite" in code or "found" in code
+    names["v1"], names["print"] = v1, lambda *_: None
     names["mngr"] = names["items"] if is_composite else ocp.CheckpointManager(names["directory"])
     if "mngr.save(100" in code:
         names["mngr"] = ocp.CheckpointManager(names["tmp_path"] / "new")
-    ckptr = names["ckptr"] = ocp.StandardCheckpointer()
+    ckptr: Any = ocp.StandardCheckpointer()
+    names["ckptr"] = ckptr
     if "ckptr.save(" not in code:
         ckptr.save(names["path"], names["state"])
         ckptr.wait_until_finished()
+    if ".v1." in name:
+        shutil.rmtree(names["path"], ignore_errors=True)
+        if not any(text in code for text in ("v1.save", "AsyncResponse")):
+            v1.save_checkpointables(names["path"], {"model": names["state"]})
+        ckptr.close()
+        ckptr = names["ckptr"] = v1.training.Checkpointer(names["directory"])
+        names["response"] = response = v1.save_async(names["tmp_path"] / "r", names["state"])
+        response.result()
+        names["registry"], names["MyV1Handler"] = v1.handlers.local_registry(), MyV1Handler
     if name.endswith(".step.composite_name_format"):
         names["step"] = ocp.path.step
     code = code.replace("/tmp/checkpoints", str(names["tmp_path"] / "erased"))
     code = re.sub(r"timeout=60", "timeout=0.1", code)
-    if "registry.add" in code:
+    if "registry.add" in code and ".v1." not in name:
         names["registry"] = ocp.handlers.CheckpointHandlerRegistry()
     if "# raises" in code:
         with pytest.raises(NotImplementedError):

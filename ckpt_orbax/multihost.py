@@ -1,0 +1,74 @@
+"""The processes of a job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+__all__ = [
+    "is_jax_distributed_client_initialized",
+    "is_primary_host",
+    "process_count",
+    "process_index",
+    "sync_global_processes",
+]
+
+
+def process_index() -> int:
+    """Return the number of this process.
+
+    Example:
+        ```python
+        assert ocp.multihost.process_index() < ocp.multihost.process_count()
+        ```
+    """
+    return int(jax.process_index())
+
+
+def process_count() -> int:
+    """Return the number of processes.
+
+    Example:
+        ```python
+        print(ocp.multihost.process_count())
+        ```
+    """
+    return int(jax.process_count())
+
+
+def is_jax_distributed_client_initialized() -> bool:
+    """Return True in a job of several processes.
+
+    Example:
+        ```python
+        assert not ocp.multihost.is_jax_distributed_client_initialized()
+        ```
+    """
+    return bool(jax.distributed.is_initialized())
+
+
+def is_primary_host(primary_host: int | None = 0) -> bool:
+    """Return True in the process of that number; with None, in every process.
+
+    Example:
+        ```python
+        if ocp.multihost.is_primary_host():
+            print("saved")
+        ```
+    """
+    return primary_host is None or bool(jax.process_index() == primary_host)
+
+
+def sync_global_processes(name: str, *_: Any, **__: Any) -> None:
+    """Wait until all processes are here.
+
+    Example:
+        ```python
+        ocp.multihost.sync_global_processes("after the epoch")
+        ```
+    """
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
