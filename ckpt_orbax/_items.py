@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -82,25 +83,41 @@ class Wanted:
     result: Callable[[Any], Any] = field(default=lambda found: found)
 
 
+Stored = Callable[[], ckpt.StepMetadata]
+
+
 def loaded_items(
-    load: Callable[..., Any], stored: ckpt.StepMetadata, wanted: Mapping[str, Wanted]
+    load: Callable[..., Any], stored: Stored, wanted: Mapping[str, Wanted]
 ) -> dict[str, Any]:
     """Return items by name.
 
     Args:
         load: Loads `items` with `adapt`, as a manager of `ckpt` does.
-        stored: What is stored.
+        stored: Returns what is stored.
         wanted: What is asked of each item.
 
     Raises:
         KeyError: There is no such item.
     """
-    for name in wanted:
-        if name not in stored.items:
-            raise KeyError(f"{stored.info.path} has no item {name!r}; it has {list(stored.items)}")
-    adapt = {name: each.adapt for name, each in wanted.items() if each.adapt is not None}
     like = {name: each.like for name, each in wanted.items()}
-    found = load(items=like, adapt=adapt or None)
+    adapt = {name: each.adapt for name, each in wanted.items() if each.adapt is not None}
+    try:
+        found = load(items=like, adapt=adapt or None)
+    except (ckpt.errors.TargetMismatchError, ckpt.errors.InvalidArgumentError):
+        there = stored()
+        for name in wanted:
+            if name not in there.items:
+                raise KeyError(
+                    f"{there.info.path} has no item {name!r}: {list(there.items)}"
+                ) from None
+        # Orbax casts to the dtype of the target, also where it is of another kind.
+        for name, target in like.items():
+            known = adapt.get(name, ckpt.Adapt())
+            cast = casts(target, there.leaves.get(name, {}), known.rename)
+            adapt[name] = dataclasses.replace(known, cast=cast or None)
+        if not any(each.cast for each in adapt.values()):
+            raise
+        found = load(items=like, adapt=adapt)
     return {name: each.result(found[name]) for name, each in wanted.items()}
 
 
@@ -117,12 +134,12 @@ def saved_item(args: Any, handler: Any = None) -> Any:
     return HandledItem(handler, args)
 
 
-def wanted_item(args: Any, found: ckpt.StepMetadata, name: str, handler: Any = None) -> Wanted:
+def wanted_item(args: Any, stored: Stored, name: str, handler: Any = None) -> Wanted:
     """Return what a restore asks of an item.
 
     Args:
         args: The arguments; None for the item as it was saved.
-        found: What is stored.
+        stored: Returns what is stored, if it has to be known.
         name: Name of the item.
         handler: A handler of the user's own.
 
@@ -131,18 +148,18 @@ def wanted_item(args: Any, found: ckpt.StepMetadata, name: str, handler: Any = N
     """
     if handler is not None:
         return _handled(args, handler)
-    stored = found.leaves.get(name, {})
     match args:
         case None | args_lib.JsonRestore() | args_lib.NumpyRandomKeyRestore():
             return Wanted()
         case args_lib.StandardRestore():
-            return _standard(args, found.items.get(name), stored)
+            return _standard(args, stored, name)
         case args_lib.PyTreeRestore():
-            return _tree(args, stored)
+            return _tree(args, lambda: stored().leaves.get(name, {}))
         case args_lib.ArrayRestore():
             if args.restore_args is None:
                 return Wanted(args.item)
-            return Wanted(_leaf(args.restore_args, args.item, next(iter(stored.values()), None)))
+            (one,) = stored().leaves[name].values()
+            return Wanted(_leaf(args.restore_args, args.item, lambda: one))
         case args_lib.ProtoRestore():
             return Wanted(args.item)
         case _:
@@ -154,7 +171,7 @@ def _handled(args: Any, handler: Any) -> Wanted:
     return Wanted(item, result=lambda _: item.found)
 
 
-def _standard(args: args_lib.StandardRestore, tree: Any, stored: Mapping[str, Any]) -> Wanted:
+def _standard(args: args_lib.StandardRestore, stored: Stored, name: str) -> Wanted:
     if args.support_layout:
         raise NotImplementedError(
             "support_layout=True: layouts are not restored; use jax.device_put afterwards"
@@ -162,8 +179,9 @@ def _standard(args: args_lib.StandardRestore, tree: Any, stored: Mapping[str, An
     if args.item is None:
         if args.fallback_sharding is None:
             return Wanted()
+        tree = stored().items[name]
         return Wanted(jax.tree.map(partial(_placed, args.fallback_sharding), tree))
-    return Wanted(args.item, _adapt(casts(args.item, stored), is_strict=args.strict))
+    return Wanted(args.item, None if args.strict else ckpt.Adapt(resize="both"))
 
 
 def _placed(sharding: Any, leaf: Any) -> Any:
@@ -171,40 +189,37 @@ def _placed(sharding: Any, leaf: Any) -> Any:
     return leaf.with_sharding(sharding) if is_array and leaf.saved_sharding is None else leaf
 
 
-def _tree(args: args_lib.PyTreeRestore, stored: Mapping[str, Any]) -> Wanted:
+def _tree(args: args_lib.PyTreeRestore, leaves: Callable[[], Mapping[str, Any]]) -> Wanted:
     if args.legacy_transform_fn is not None:
         raise NotImplementedError(
             "legacy_transform_fn: restore what is stored, and compute with jax afterwards"
         )
-    is_strict = True
-    like = args.item
-    if args.restore_args is None:
-        # Without more, leaves have the types and places that they were saved with.
-        like = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf if leaf is ... else stored.get(leaf_path(path), leaf), like
-        )
-    else:
+    like, is_strict = args.item, True
+    if args.restore_args is not None:
         trees = [args.restore_args] if like is None else [args.restore_args, like]
         given = jax.tree.leaves(args.restore_args, is_leaf=_is_restore_args)
         is_strict = all(getattr(each, "strict", True) for each in given)
         like = jax.tree_util.tree_map_with_path(
-            lambda path, each, leaf=None: _leaf(each, leaf, stored.get(leaf_path(path))),
+            lambda path, each, leaf=None: _leaf(each, leaf, lambda: leaves().get(leaf_path(path))),
             *trees,
             is_leaf=_is_restore_args,
         )
-    if like is None:
-        return Wanted()
+    elif like is not None:
+        # Without more, leaves have the types and places that they were saved with.
+        like = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf if leaf is ... else leaves().get(leaf_path(path), leaf), like
+        )
+    if like is None or not (args.partial_restore or not is_strict or args.transforms is not None):
+        return Wanted(like)
     renames: dict[str, str] = {}
     keeps = False
     if args.transforms is not None:
-        renames, keeps = renames_of(args.transforms, stored)
+        renames, keeps = renames_of(args.transforms, leaves())
         keeps = keeps or not args.transforms_default_to_original
-    is_part = args.partial_restore or args.transforms is not None
-    adapt = _adapt(
-        casts(like, stored, renames),
-        is_strict=is_strict,
+    adapt = ckpt.Adapt(
         rename=renames or None,
-        extra="ignore" if is_part else "error",
+        resize=None if is_strict else "both",
+        extra="ignore" if args.partial_restore or args.transforms is not None else "error",
         missing="keep" if keeps else "error",
     )
     return Wanted(like, adapt)
@@ -214,14 +229,8 @@ def _is_restore_args(value: Any) -> bool:
     return isinstance(value, RestoreArgs)
 
 
-def _adapt(cast: Mapping[str, Any], *, is_strict: bool, **more: Any) -> ckpt.Adapt:
-    return ckpt.Adapt(cast=cast or None, resize=None if is_strict else "both", **more)
-
-
-def casts(
-    like: Any, stored: Mapping[str, Any], renames: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Return the casts between kinds of dtypes, all of which Orbax allows."""
+def casts(like: Any, stored: Mapping[str, Any], renames: Any = None) -> dict[str, Any]:
+    """Return the casts between kinds of dtypes that a target asks for, by leaf path."""
     wanted = {
         leaf_path(path): np.dtype(leaf.dtype)
         for path, leaf in jax.tree_util.tree_leaves_with_path(like)
@@ -238,35 +247,34 @@ def casts(
     }
 
 
-def _leaf(args: Any, like: Any, stored: Any) -> Any:
+def _leaf(args: Any, like: Any, stored: Callable[[], Any]) -> Any:
     """Return a leaf of a target.
 
     Args:
         args: Its `RestoreArgs`.
         like: The leaf of the target that was given; None if there is none.
-        stored: What is stored of it; None if unknown.
+        stored: Returns what is stored of it; None if that is unknown.
     """
     if not isinstance(args, RestoreArgs) or like is ...:
         return args if like is None else like
-    known = stored if like is None or not hasattr(like, "shape") else like
-    shape = getattr(known, "shape", ())
-    dtype = args.dtype if args.dtype is not None else getattr(stored or known, "dtype", None)
-    if isinstance(args, ArrayRestoreArgs):
-        shape = next((s for s in (args.global_shape, args.shape) if s is not None), shape)
-        sharding = args.sharding
-        if sharding is None and args.mesh is not None:
-            sharding = jax.sharding.NamedSharding(args.mesh, args.mesh_axes)
-        if hasattr(sharding, "to_jax_sharding"):
-            sharding = sharding.to_jax_sharding()
-        if dtype is None:
-            return stored if like is None else like
-        return _shaped(tuple(shape), dtype, sharding=sharding)
-    if args.restore_type is np.ndarray and dtype is not None:
-        # One value, which looks like an array of this shape and takes no memory.
-        return np.broadcast_to(np.zeros((), dtype), tuple(shape))
     if args.restore_type in (int, float, str, bool):
         return args.restore_type
-    return known if stored is None else stored
+    sizes = [getattr(args, name, None) for name in ("global_shape", "shape")]
+    shape = next((size for size in (*sizes, getattr(like, "shape", None)) if size is not None), ())
+    dtype = args.dtype
+    if None in (dtype, args.restore_type) or (like is None and not any(sizes)):
+        there = stored()
+        if there is None or (dtype is None and args.restore_type is None):
+            return like if there is None else there
+        dtype = there.dtype if dtype is None else dtype
+        shape = shape or there.shape
+    if not isinstance(args, ArrayRestoreArgs):
+        # One value, which looks like an array of this shape and takes no memory.
+        return np.broadcast_to(np.zeros((), dtype), shape)
+    sharding = args.sharding
+    if sharding is None and args.mesh is not None:
+        sharding = jax.sharding.NamedSharding(args.mesh, args.mesh_axes)
+    return _shaped(tuple(shape), dtype, sharding=sharding)
 
 
 def _cast(item: Any, save_args: Any) -> Any:

@@ -311,9 +311,6 @@ class Composite(CheckpointArgs):
     def __repr__(self) -> str:
         return f"Composite({self._items!r})"
 
-    def __or__(self, other: Composite) -> Composite:
-        return Composite(**(self._items | other._items))
-
     def get(self, name: str, default: Any = None) -> Any:
         """Return an item, or `default`.
 

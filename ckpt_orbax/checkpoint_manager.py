@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import logging
 import os
 import re
@@ -392,13 +393,15 @@ class CheckpointManager:
             step = self.latest_step()
             if step is None:
                 raise FileNotFoundError(f"{self._directory} has no steps")
-        stored = self._described(step)
+        stored = functools.cache(partial(self._described, step))
+        if self._is_single is None:
+            stored()
         self._check_args(items, args)
         if args is None and (items is not None or restore_kwargs is not None):
             args = self._legacy_args(items, restore_kwargs, 1)
-        wanted: dict[str, Any] = dict.fromkeys(stored.items)
-        if args is not None:
-            wanted = {DEFAULT_ITEM_NAME: args} if self._is_single else _by_name(args)
+        if args is None and not self._is_single:
+            args = args_lib.Composite(**dict.fromkeys(stored().items))
+        wanted = {DEFAULT_ITEM_NAME: args} if self._is_single else _by_name(args)
         asked = {
             name: _items.wanted_item(
                 each,
@@ -570,18 +573,18 @@ class CheckpointManager:
             raise ValueError("this manager has several items: pass args=ocp.args.Composite(...)")
 
     def _legacy_args(self, items: Any, more: Any, which: int) -> args_lib.CheckpointArgs:
+        """Return arguments for a save (0) or a restore (1) that was asked for without any."""
+
+        def made(name: str | None, item: Any, options: Any) -> Any:
+            return self._handlers.args_classes(name)[which](item, **(options or {}))
+
         if self._is_single:
-            return _args_of(self._handlers.args_classes(None)[which], items, more)
-        names = {**(items or {}), **(more or {})}
+            found: args_lib.CheckpointArgs = made(None, items, more)
+            return found
+        items, more = items or {}, more or {}
+        names = {**items, **more}
         return args_lib.Composite(
-            **{
-                name: _args_of(
-                    self._handlers.args_classes(name)[which],
-                    (items or {}).get(name),
-                    (more or {}).get(name),
-                )
-                for name in names
-            }
+            **{name: made(name, items.get(name), more.get(name)) for name in names}
         )
 
     def _log(self, what: str, step: int, began: float, **more: Any) -> None:
@@ -640,10 +643,6 @@ def _opened(
     if options.create and "://" not in directory:
         os.makedirs(directory, exist_ok=True)
     trash = options.todelete_subdir or options.todelete_full_path
-
-    def keep(step: int) -> bool:
-        return step not in given_up
-
     deletion = ckpt.keep.Deletion(
         trash=trash,
         keep_latest=False,
@@ -652,7 +651,7 @@ def _opened(
     )
     return ckpt.sync.CheckpointManager(
         root,
-        keep=None if options.read_only else keep,
+        keep=None if options.read_only else lambda step: step not in given_up,
         trash=None if options.read_only else deletion,
         step_names=names,
         custom_metadata=metadata if options.save_root_metadata else None,
@@ -660,11 +659,6 @@ def _opened(
         mode="r" if options.read_only else "a",
         coordinator=coordinator,
     )
-
-
-def _args_of(kind: type, item: Any, more: Mapping[str, Any] | None) -> args_lib.CheckpointArgs:
-    made: args_lib.CheckpointArgs = kind(item, **(more or {}))
-    return made
 
 
 def _by_name(args: Any) -> dict[str, Any]:

@@ -141,21 +141,21 @@ class Checkpointer:
         self.wait_until_finished()
         path = os.fspath(directory)
         given: Any = self._args(1, args, kwargs) if args or kwargs else None
-        stored = ckpt.sync.metadata(path)
+        found = ckpt.sync.metadata(path)
         is_composite = isinstance(given, args_lib.Composite)
-        asked = dict(given.items()) if is_composite else dict.fromkeys(stored.items, given)
+        asked = dict(given.items()) if is_composite else dict.fromkeys(found.items, given)
         wanted = {
             name: _items.wanted_item(
                 each,
-                stored,
+                lambda: found,
                 name,
                 self._handlers.own(name if is_composite else None, each),
             )
             for name, each in asked.items()
         }
-        found = _items.loaded_items(partial(ckpt.sync.load, path), stored, wanted)
-        is_single = stored.unnamed and not is_composite
-        return next(iter(found.values())) if is_single else args_lib.Composite(**found)
+        loaded = _items.loaded_items(partial(ckpt.sync.load, path), lambda: found, wanted)
+        is_single = found.unnamed and not is_composite
+        return next(iter(loaded.values())) if is_single else args_lib.Composite(**loaded)
 
     def metadata(self, directory: Path) -> StepMetadata:
         """Return the metadata of a checkpoint: a `StepMetadata`, whose `item_metadata` is a tree.

@@ -135,7 +135,6 @@ def wanted_items(
             is_resized = context.array.loading.enable_padding_and_truncation
             is_partial = context.pytree.loading.partial_load
             adapt = ckpt.Adapt(
-                cast=_items.casts(like, stored.leaves.get(name, {})) or None,
                 resize="both" if is_resized else None,
                 extra="ignore" if is_partial else "error",
             )

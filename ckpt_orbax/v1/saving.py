@@ -169,7 +169,7 @@ def _loaded(
 ) -> dict[str, Any]:
     asked = dict.fromkeys(stored.items) if asked is None else asked
     wanted = _calls.wanted_items(asked, stored, current())
-    return _items.loaded_items(partial(ckpt.sync.load, os.fspath(path)), stored, wanted)
+    return _items.loaded_items(partial(ckpt.sync.load, os.fspath(path)), lambda: stored, wanted)
 
 
 def metadata(path: PathLike, checkpointable_name: str | None = "AUTO") -> CheckpointMetadata:

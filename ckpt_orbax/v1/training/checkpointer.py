@@ -267,7 +267,7 @@ class Checkpointer:
         wanted = _calls.wanted_items(asked, stored, current(self._context))
         load = partial(self._manager._manager.restore, number)
         self.wait()
-        return _items.loaded_items(load, stored, wanted)
+        return _items.loaded_items(load, lambda: stored, wanted)
 
     def metadata(
         self, step: Step | None = None, checkpointable_name: str | None = "AUTO"
