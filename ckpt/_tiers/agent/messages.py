@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import msgspec
@@ -307,22 +308,12 @@ AgentMessage: TypeAlias = FlushResult | TransferResult | PeerRefused
 FromAgent: TypeAlias = AgentMessage | CallProgress | CallResult
 
 _encode = msgspec.json.Encoder().encode
-_to_agent = msgspec.json.Decoder(ToAgent)
-_from_agent = msgspec.json.Decoder(FromAgent)
+decode_to_agent: Callable[[bytes], ToAgent] = msgspec.json.Decoder(ToAgent).decode
+decode_from_agent: Callable[[bytes], FromAgent] = msgspec.json.Decoder(FromAgent).decode
 
 
 def encoded(message: ToAgent | FromAgent) -> bytes:
     return _encode(message) + b"\n"
-
-
-def decode_to_agent(line: bytes) -> ToAgent:
-    message: ToAgent = _to_agent.decode(line)
-    return message
-
-
-def decode_from_agent(line: bytes) -> FromAgent:
-    message: FromAgent = _from_agent.decode(line)
-    return message
 
 
 def place_to_json(path: PathLike) -> dict[str, Any]:

@@ -6,41 +6,32 @@ attempts, and reports them. Then the step waits again, until the leader announce
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import time
 
 import anyio
 from msgspec import Struct
+from msgspec.structs import replace
 
-from ckpt._conversion.copies.step_copy import ByteCounter, Pace, StepCopier
+from ckpt._conversion.copies.step_copy import ByteCounter, Pace
 from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._tiers.drains import join_notes as times
 from ckpt._tiers.drains.drain import DrainBacklog, DrainResult
 from ckpt._tiers.drains.drainer import DrainRoute
 from ckpt._tiers.drains.join_notes import (
     JoinInProgress,
-    JoinNotes,
     JoinPart,
     JoinState,
     Kind,
     PartNote,
+    PartTransfer,
     read_part,
+    result_of_error,
     save_at,
     silent_error,
 )
-from ckpt.errors import (
-    CorruptCheckpointError,
-    StepDeletedError,
-    StepNotFoundError,
-    StorageError,
-    UnsupportedFormatError,
-    located,
-)
-from ckpt.storage._base import Attempt, LeavesFiles
+from ckpt.errors import CheckpointError, StorageError, located
+from ckpt.storage._base import LeavesFiles
 from ckpt.storage._manifests import while_read
-
-logger = logging.getLogger("ckpt")
 
 
 class _Waiting(Struct):
@@ -70,15 +61,11 @@ class _Waiting(Struct):
     seconds: float = 0.0
 
 
-class Follower:
+class Follower(PartTransfer):
     """Brings one of the parts of each step: the `TransferStrategy` of all parts but the first."""
 
     def __init__(self, route: DrainRoute, pace: Pace, process: int, count: int) -> None:
-        """Bring the part of process `process`, one of `count`."""
-        self._route = route
-        self._pace = pace
-        self._process, self._count = process, count
-        self._notes = JoinNotes(route.target)
+        super().__init__(route, pace, process, count)
         self._waiting: dict[int, _Waiting] = {}
         # Refusals that are still to be written, and the saves of written ones.
         self._unsaid: dict[str, DrainResult] = {}
@@ -88,10 +75,7 @@ class Follower:
         self._heard = self._looked = 0.0
 
     async def add(self, step: int, save: str) -> None:
-        try:
-            save = await save_at(self._route.source, self._route.names.name(step)) or save
-        except StorageError as error:
-            logger.debug("step %d cannot be read: %s", step, error)
+        save = await self._save_of(step, save)
         if not self._waiting:
             self._heard = self._looked = anyio.current_time()
         if step not in self._waiting or self._waiting[step].save != save:
@@ -146,11 +130,8 @@ class Follower:
             if not await self._notes.is_current(waiting.save, found.attempt):
                 return None
             raise
-        except (StepNotFoundError, StepDeletedError):
-            reason = f"{source.location} was deleted before it was copied"
-            return DrainResult(step, "deleted", reason=reason, save=waiting.save)
-        except (CorruptCheckpointError, UnsupportedFormatError) as error:
-            return DrainResult(step, "damaged", reason=error.message, save=waiting.save)
+        except CheckpointError as error:
+            return replace(result_of_error(error, step, source), save=waiting.save)
         finally:
             waiting.nbytes += moved.nbytes
             waiting.seconds += max(time.perf_counter() - began, 0.0)
@@ -246,11 +227,20 @@ class Follower:
         if not await self._may_begin(save, join, waiting):
             return
         waiting.begun.add(join.attempt)
+        alive, is_whole = self._note(save, join.attempt, "alive"), False
         attempt = await storage.join(join.step_dir, join.attempt)
         try:
-            is_whole = await self._copy(
-                part, StepLocation(storage, join.step_dir), attempt, join, moved
-            )
+            async with anyio.create_task_group() as tasks:
+
+                async def sign() -> None:
+                    is_wanted = await self._notes.sign(alive)
+                    if not is_wanted or not await self._notes.is_current(save, join.attempt):
+                        tasks.cancel_scope.cancel()
+
+                tasks.start_soon(self._keep_signing, sign)
+                await self._copy(part, StepLocation(storage, join.step_dir), attempt, moved)
+                is_whole = True
+                tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
                 await storage.discard(attempt)
@@ -282,33 +272,3 @@ class Follower:
             waiting.served.add(join.attempt)
             return False
         return True
-
-    async def _copy(
-        self,
-        part: JoinPart,
-        target: StepLocation,
-        attempt: Attempt,
-        join: JoinInProgress,
-        moved: ByteCounter,
-    ) -> bool:
-        """Copy the files of a part; return False if the attempt ends before."""
-        is_whole = False
-        alive = self._note(part.manifest.save, join.attempt, "alive")
-        with contextlib.closing(StepCopier(moved, pace=self._pace, goes_on=True)) as copier:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._sign, alive, tasks.cancel_scope)
-                await copier.copy_files(part.place, part.manifest, part.files, target, attempt)
-                is_whole = True
-                tasks.cancel_scope.cancel()
-        return is_whole
-
-    async def _sign(self, alive: PartNote, scope: anyio.CancelScope) -> None:
-        """Renew the sign of life of this agent, until the attempt has ended."""
-        while True:
-            await anyio.sleep(times.SIGN_SECONDS)
-            try:
-                is_wanted = await self._notes.sign(alive)
-                if not is_wanted or not await self._notes.is_current(alive.save, alive.attempt):
-                    scope.cancel()
-            except StorageError as error:
-                logger.debug("a sign of life was not given: %s", error)

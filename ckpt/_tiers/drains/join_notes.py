@@ -1,4 +1,4 @@
-"""The notes that agents leave for each other in the root.
+"""The notes that agents leave for each other in the root, and the parts that they bring.
 
 The leader writes `JoinInProgress` or `DrainResult` to `.ckpt-joins/SAVE.lead`. The agent of part N
 answers in the folder `.ckpt-join-parts`:
@@ -14,12 +14,16 @@ same, in the folder `.ckpt-join-offers`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Literal, TypeAlias, cast
 
+import anyio
 import msgspec
 from msgspec import Struct
 
+from ckpt._conversion.copies.step_copy import ByteCounter, Pace, StepCopier
 from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._format.manifest import Manifest
 from ckpt._format.manifest_head import (
@@ -33,10 +37,19 @@ from ckpt._format.manifest_head import (
     peek,
 )
 from ckpt._format.step_files import decode_part
-from ckpt._tiers.drains.drain import DrainResult
-from ckpt.errors import CorruptCheckpointError, StorageError
-from ckpt.storage._base import Storage
+from ckpt._tiers.drains.drain import DrainResult, Outcome
+from ckpt._tiers.drains.drainer import DrainRoute
+from ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    StepExistsError,
+    StepNotFoundError,
+    StorageError,
+)
+from ckpt.storage._base import Attempt, Storage
 from ckpt.storage._manifests import files_folder, read_manifest
+
+logger = logging.getLogger("ckpt")
 
 STATES, PARTS = ".ckpt-joins", ".ckpt-join-parts"
 _LEAD = ".lead"
@@ -365,3 +378,57 @@ async def save_at(storage: Storage, step_dir: str) -> str:
     """Return the id of the save in a step directory; empty if it has none, or there is no step."""
     (head,) = await storage.read_each([step_dir], FILE_NAME, MAX_BYTES, HEAD_BYTES, peek)
     return "" if head is None else head.save
+
+
+class PartTransfer:
+    """What the agents of all parts do alike; the leader and the followers are such agents."""
+
+    def __init__(self, route: DrainRoute, pace: Pace, process: int, count: int) -> None:
+        """Bring the part of process `process`, one of `count`."""
+        self._route = route
+        self._pace = pace
+        self._process, self._count = process, count
+        self._notes = JoinNotes(route.target)
+
+    async def _save_of(self, step: int, save: str) -> str:
+        """Return the save of a step at the source; if that cannot be read, `save`."""
+        try:
+            return await save_at(self._route.source, self._route.names.name(step)) or save
+        except StorageError as error:
+            logger.debug("step %d cannot be read: %s", step, error)
+            return save
+
+    async def _copy(
+        self, part: JoinPart, target: StepLocation, attempt: Attempt, moved: ByteCounter
+    ) -> None:
+        """Copy the files of a part into an attempt."""
+        with contextlib.closing(StepCopier(moved, pace=self._pace, goes_on=True)) as copier:
+            await copier.copy_files(part.place, part.manifest, part.files, target, attempt)
+
+    async def _keep_signing(self, sign: Callable[[], Awaitable[None]]) -> None:
+        """Renew the sign of life of this agent by `sign`, until cancelled."""
+        while True:
+            await anyio.sleep(SIGN_SECONDS)
+            try:
+                await sign()
+            except StorageError as error:
+                logger.debug("a sign of life was not given: %s", error)
+
+
+class JoinEndedError(CheckpointError):
+    """Another agent has ended the join; carries the result."""
+
+    def __init__(self, ended: DrainResult) -> None:
+        super().__init__(ended.reason or ended.outcome)
+        self.ended = ended
+
+
+def result_of_error(error: CheckpointError, step: int, source: StepLocation) -> DrainResult:
+    """Return the result of a join that ends with this error, which no storage raised."""
+    if isinstance(error, JoinEndedError):
+        return error.ended
+    if isinstance(error, StepNotFoundError):
+        reason = f"{source.location} was deleted before it was copied"
+        return DrainResult(step, "deleted", reason=reason)
+    outcome: Outcome = "blocked" if isinstance(error, StepExistsError) else "damaged"
+    return DrainResult(step, outcome, reason=error.message)

@@ -8,7 +8,7 @@ the other parts do the same. Once all have reported, the step is an attempt like
 from __future__ import annotations
 
 import contextlib
-import logging
+import itertools
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import anyio
 from msgspec.structs import replace
 
-from ckpt._conversion.copies.step_copy import ByteCounter, Pace, StepCopier, is_only_cut
+from ckpt._conversion.copies.step_copy import ByteCounter, Pace, is_only_cut
 from ckpt._conversion.copies.step_location import StepLocation, has_files
 from ckpt._conversion.copies.steps import copy_pins
 from ckpt._engine.save.republication import republish
@@ -26,16 +26,18 @@ from ckpt._format.manifest_head import FILE_NAME
 from ckpt._runtime.futures import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tiers.drains import join_notes as times
-from ckpt._tiers.drains.drain import DrainBacklog, DrainResult, Outcome
+from ckpt._tiers.drains.drain import DrainBacklog, DrainResult
 from ckpt._tiers.drains.drainer import DrainRoute, MakeStrategy, TransferStrategy
 from ckpt._tiers.drains.follower import Follower
 from ckpt._tiers.drains.join_notes import (
+    JoinEndedError,
     JoinInProgress,
-    JoinNotes,
     JoinPart,
     PartNote,
+    PartTransfer,
     decode_refusal,
     read_part,
+    result_of_error,
     save_at,
     silent_error,
 )
@@ -55,8 +57,6 @@ from ckpt.storage._manifests import note_branch, read_manifest
 if TYPE_CHECKING:
     from ckpt._conversion.assembled_step import AssembledStep
 
-logger = logging.getLogger("ckpt")
-
 
 def _assemble_step(first: Manifest, reports: Sequence[bytes], attempt: Attempt) -> AssembledStep:
     """Assemble the step that an attempt will become, in a thread; see `assemble_step`."""
@@ -68,26 +68,15 @@ def _assemble_step(first: Manifest, reports: Sequence[bytes], attempt: Attempt) 
     )
 
 
-class _JoinEndedError(CheckpointError):
-    """Another agent has ended the join; carries the result."""
-
-    def __init__(self, ended: DrainResult) -> None:
-        super().__init__(ended.reason or ended.outcome)
-        self.ended = ended
-
-
 class _OtherLeaderError(CheckpointError):
     """Another agent leads the step, too, and was the last to announce it: this one gives way."""
 
 
-class Leader:
+class Leader(PartTransfer):
     """Leads the parts of steps into the root: the `TransferStrategy` of part 0."""
 
     def __init__(self, route: DrainRoute, pace: Pace, count: int) -> None:
-        self._route = route
-        self._pace = pace
-        self._count = count
-        self._notes = JoinNotes(route.target)
+        super().__init__(route, pace, 0, count)
         self._saves: dict[int, str] = {}
         # Results by save that are still to be written.
         self._untold: dict[str, DrainResult] = {}
@@ -97,12 +86,8 @@ class Leader:
 
     async def add(self, step: int, save: str) -> None:
         """Remember the save of a step, for its result after the step is gone."""
-        route = self._route
         self._saves[step] = save
-        try:
-            self._saves[step] = await save_at(route.source, route.names.name(step)) or save
-        except StorageError as error:
-            logger.debug("step %d cannot be read: %s", step, error)
+        self._saves[step] = await self._save_of(step, save)
 
     async def next(self, backlog: DrainBacklog) -> int | None:
         """Return the next step of the backlog: the leader decides."""
@@ -163,7 +148,7 @@ class Leader:
         """Wait while another agent leads the step, for example that of a run that has ended.
 
         Raises:
-            _JoinEndedError: That agent has ended the join.
+            JoinEndedError: That agent has ended the join.
         """
         seen, heard = await self._notes.state(save), anyio.current_time()
         first, pause = seen, times.FIRST_PAUSE_SECONDS
@@ -176,7 +161,7 @@ class Leader:
             if seen.data != before.data:
                 heard = anyio.current_time()
         if isinstance(seen.state, DrainResult) and seen is not first:
-            raise _JoinEndedError(seen.state)
+            raise JoinEndedError(seen.state)
 
     async def _may_live(self, join: JoinInProgress) -> bool:
         """Return True if another agent may still write this attempt."""
@@ -236,7 +221,11 @@ class Leader:
         async with anyio.create_task_group() as tasks:
             self._attempts.add(attempt.id)
             await self._notes.put_state(manifest.save, join)
-            tasks.start_soon(self._sign, manifest.save, join)
+            signs = itertools.count(1)
+            tasks.start_soon(
+                self._keep_signing,
+                lambda: self._notes.put_state(manifest.save, replace(join, sign=next(signs))),
+            )
             async with anyio.create_task_group() as both:
                 both.start_soon(self._copy, part, target, attempt, moved)
                 reports = await self._reports(manifest.save, join)
@@ -247,27 +236,11 @@ class Leader:
             tasks.cancel_scope.cancel()
         return sizes(step.manifest, step.encoded)
 
-    async def _copy(
-        self, part: JoinPart, target: StepLocation, attempt: Attempt, moved: ByteCounter
-    ) -> None:
-        with contextlib.closing(StepCopier(moved, pace=self._pace, goes_on=True)) as copier:
-            await copier.copy_files(part.place, part.manifest, part.files, target, attempt)
-
-    async def _sign(self, save: str, join: JoinInProgress) -> None:
-        """Renew the sign of life of this agent until cancelled."""
-        while True:
-            await anyio.sleep(times.SIGN_SECONDS)
-            join = replace(join, sign=join.sign + 1)
-            try:
-                await self._notes.put_state(save, join)
-            except StorageError as error:
-                logger.debug("a sign of life was not given: %s", error)
-
     async def _reports(self, save: str, join: JoinInProgress) -> list[bytes]:
         """Wait for the reports of all other parts.
 
         Raises:
-            _JoinEndedError: A part will not come, or the step is there by now.
+            JoinEndedError: A part will not come, or the step is there by now.
             _OtherLeaderError: Another agent leads the step.
             StorageError: An agent is silent, or must begin again.
         """
@@ -280,7 +253,7 @@ class Leader:
             if anyio.current_time() - looked > times.LOOK_SECONDS:
                 looked = anyio.current_time()
                 if await save_at(self._route.target, join.step_dir) == save:
-                    raise _JoinEndedError(DrainResult(join.step, "there"))
+                    raise JoinEndedError(DrainResult(join.step, "there"))
             notes = await self._notes.parts(save)
             await self._look_for_refusals(join, notes)
             done = [note for note in notes if note.kind == "done" and note.attempt == join.attempt]
@@ -317,23 +290,12 @@ class Leader:
             if note.kind == "refused":
                 refusal = decode_refusal(await self._notes.read(note))
                 reason = None if refusal.reason is None else f"{who}: {refusal.reason}"
-                raise _JoinEndedError(replace(refusal, step=join.step, reason=reason))
+                raise JoinEndedError(replace(refusal, step=join.step, reason=reason))
             if note.kind == "again" and note.attempt == join.attempt:
                 raise StorageError(f"{self._where(join)}: {who} could not go on, and begins again")
 
     def _where(self, join: JoinInProgress) -> str:
         return f"{self._route.target.location}/{join.step_dir}"
-
-
-def result_of_error(error: CheckpointError, step: int, source: StepLocation) -> DrainResult:
-    """Return the result of a join that ends with this error, which no storage raised."""
-    if isinstance(error, _JoinEndedError):
-        return error.ended
-    if isinstance(error, StepNotFoundError):
-        reason = f"{source.location} was deleted before it was copied"
-        return DrainResult(step, "deleted", reason=reason)
-    outcome: Outcome = "blocked" if isinstance(error, StepExistsError) else "damaged"
-    return DrainResult(step, outcome, reason=error.message)
 
 
 def _describe_processes(processes: Sequence[int], count: int) -> str:
