@@ -22,7 +22,8 @@ from ckpt._settings import OpenMode, Staging, StagingMode, Timeouts, as_staging
 from ckpt._steps.root import RootOptions
 from ckpt._steps.saves.commits import OnFailure, OpenCommits
 from ckpt._steps.saves.history import Preemption
-from ckpt._steps.service import RootService, make_engine, make_job
+from ckpt._steps.saves.queue import Run
+from ckpt._steps.service import RootService, make_engine, make_job, root_service
 from ckpt.errors import CheckpointError, InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike
 from ckpt.keep._deletion import Deletion
@@ -128,17 +129,15 @@ class ManagerBase:
             if not isinstance(metadata, Mapping) and not is_config(metadata):
                 raise invalid("custom_metadata", metadata, "a mapping of names to JSON values")
             metadata = plain_json("custom_metadata", dict(metadata))
-        given_tiers = None
+        make: Callable[..., RootService] = root_service
         if tiers not in ((), []):
-            from ckpt._tiers.factory import check_tiers, with_tiers
+            from ckpt._tiers.factory import service_with
             from ckpt.coordination._jobs import job_of
 
-            given_tiers = check_tiers(tiers, read_only=mode == "r", job=job_of(coordinator))
+            make = service_with(tiers, root, job_of(coordinator), read_only=mode == "r")
         self._given, self._timeouts = root, timeouts
         self._loop = EngineLoop()
         preemption = Preemption(() if save_when is None else signals_of(save_when))
-        commits = OpenCommits(on_failure)
-
         options = RootOptions(
             names,
             timeouts,
@@ -149,10 +148,8 @@ class ManagerBase:
             deletion,
             metadata,
         )
-        service = RootService(self._loop, storage, engine, options, preemption, commits, job)
-        if given_tiers is not None:
-            service = with_tiers(given_tiers, service, root, job_of(coordinator))
-        self._service: RootService = service
+        run = Run(self._loop, preemption, OpenCommits(on_failure))
+        self._service = make(run, storage, engine, options, job)
         run_at_exit(self._service.saves.finish_at_exit)
         weakref.finalize(self, self._loop.stop).atexit = False
 

@@ -134,16 +134,20 @@ class StepIndex:
     Attributes:
         passed_over: Steps that a restore has passed over; a save of the same number replaces them.
         begun: Names of directories that Orbax has not finished, or is writing.
-        elsewhere: Text about the contents of a root without steps, empty if there are none; None
-            before anybody has looked.
+        elsewhere: What a root without steps holds, for people; None before anybody has looked.
         storage: The root.
         names: Naming of the step directories.
-        others: The other places of the same run.
-        went_back: True if a run is known to have gone back in any of these places.
+        places: All places of the run, with or without this one.
+        went_back: True if the run is known to have gone back, in any of them.
     """
 
     def __init__(
-        self, storage: Storage, names: StepNames = _PLAIN, *, missing: MissingRoot = "error"
+        self,
+        storage: Storage,
+        names: StepNames = _PLAIN,
+        *,
+        missing: MissingRoot = "error",
+        places: Collection[StepIndex] = (),
     ) -> None:
         """Make an index of the steps in `storage`.
 
@@ -152,6 +156,7 @@ class StepIndex:
             names: Naming of the step directories.
             missing: Meaning of a root that does not exist: an error, a root without steps (with one
                 warning), or a root that will be created.
+            places: See the attributes.
         """
         self.storage = storage
         self.names = names
@@ -167,7 +172,7 @@ class StepIndex:
         self.passed_over: dict[int, PassedOver] = {}
         self.begun: list[str] = []
         self.elsewhere: str | None = None
-        self.others: Sequence[StepIndex] = ()
+        self.places = places
         self._is_missing = False
         self.went_back: bool = False
         self._said_behind: set[int] = set()
@@ -237,7 +242,7 @@ class StepIndex:
     async def everywhere(self) -> list[IndexedStep]:
         """Return the steps of this place, and of the other places that can be listed."""
         found = list((await self.refresh()).values())
-        for each in self.others:
+        for each in {*self.places} - {self}:
             with contextlib.suppress(StorageError):
                 found += (await each.refresh()).values()
         return found
@@ -247,7 +252,7 @@ class StepIndex:
 
         This takes one small read in each place, until a run is known to have gone back.
         """
-        for each in (self, *self.others):
+        for each in dict.fromkeys((self, *self.places)):
             # Errors of other places are reported when these are listed.
             with contextlib.suppress(*(() if each is self else (StorageError,))):
                 if not self.went_back:
@@ -524,8 +529,7 @@ class StepIndex:
     async def _looked_again(self, cut: Mapping[str, Hashable]) -> Mapping[str, IndexedStep | None]:
         """Return the state of directories with a missing or short file: no steps, or replaced.
 
-        Args:
-            cut: By name, the stamp of the manifest that was read.
+        `cut` has the stamps of their manifests, as they were read, by name.
         """
         stamps = await self.storage.stamps(list(cut), FILE_NAME)
         replaced = [name for name, now in zip(cut, stamps, strict=True) if now != cut[name]]

@@ -17,9 +17,9 @@ from ckpt._format.manifest_head import Parent, is_same_save
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
-from ckpt._steps.index import StepIndex
 from ckpt._steps.opened import OpenedStep, shortened
-from ckpt._steps.restore_options import RestoredState
+from ckpt._steps.restore_options import RestoredState, RunOrigin
+from ckpt._steps.root import Root
 from ckpt._steps.step_choice import RunStart, StepChoice, saved_step
 from ckpt._tree.leaf_names import suggestion
 from ckpt.errors import (
@@ -34,7 +34,7 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.keep._questions import Requirement, SavedStep
-from ckpt.keep._ranking import Best, Metric, Mode, best_of
+from ckpt.keep._ranking import Best, Metric, Mode, best_of, ranking_of
 from ckpt.storage._base import HasDirectories, Storage
 from ckpt.storage._manifests import refuse_deleted
 from ckpt.storage._resolve import PathLike, open_step_dir
@@ -42,7 +42,6 @@ from ckpt.storage._resolve import PathLike, open_step_dir
 if TYPE_CHECKING:
     from ckpt._engine.restore.step_files import Elsewhere, OtherCopies, StepCopy
     from ckpt._engine.verify.report import VerifyReport
-    from ckpt._job.solo import Processes
     from ckpt._steps.restore_options import RestoreOptions
     from ckpt._steps.step_metadata import StepMetadata
 
@@ -52,36 +51,19 @@ logger = logging.getLogger("ckpt")
 # can be read.
 _LATEST_TRIES = 20
 
-BeginsFrom = Callable[[Parent | None, int | None, RestoredState | None], None]
-
 
 class StepReader:
     """Reads the steps of one root. Its coroutines run on the engine's loop."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        index: StepIndex,
-        engine: Engine,
-        ranking: Best | None,
-        processes: Processes,
-        begins_from: BeginsFrom,
-        *,
-        may_write: bool,
-    ) -> None:
-        """Read from `storage`, together with the other processes of the job.
-
-        `ranking` defines the best step if a call does not. `begins_from` is called with the
-        checkpoint that the run began from, its own step that was restored, and the restored state.
-        """
-        self._storage = storage
-        self._index = index
+    def __init__(self, root: Root, engine: Engine, origin: RunOrigin) -> None:
+        """Read from `root`; each restore is noted in `origin`."""
+        self._root = root
+        self._storage = root.storage
+        self._index = root.index
         self._engine = engine
-        self.ranking: Best | None = ranking
-        self._processes = processes
-        self.begins_from: BeginsFrom = begins_from
-        self._may_write = may_write
-        self.choice: StepChoice = StepChoice(storage, index, processes)
+        self._processes = root.processes
+        self._origin = origin
+        self.choice: StepChoice = StepChoice(root.storage, root.index, root.processes)
         # Attempts of the steps whose missing items a warning has named.
         self._said_missing: set[str] = set()
 
@@ -108,7 +90,9 @@ class StepReader:
     async def best_step(self, metric: Metric | None, mode: Mode | None) -> int | None:
         """Return the step with the best metric, or None; see the managers."""
         steps = list((await self.saved_steps()).values())
-        return await run_in_thread(rank, steps, metric, mode, self.ranking)
+        keep = self._root.options.keep
+        ranking = None if keep is None else ranking_of(keep)
+        return await run_in_thread(rank, steps, metric, mode, ranking)
 
     async def saved_steps(self) -> dict[int, SavedStep]:
         """Return the committed steps in the form that policies take, ascending."""
@@ -189,7 +173,7 @@ class StepReader:
                         deep,
                         self._engine.observers,
                         limits=limits,
-                        may_write=self._may_write,
+                        may_write=not self._root.is_read_only,
                     )
                 except StepNotFoundError as error:
                     deleted = error
@@ -223,7 +207,7 @@ class StepReader:
             error.step, error.message = None, f"source {where}: {error.message}"
             raise
         # Credentials are redacted: this path is stored in the manifest.
-        self.begins_from(Parent(where, manifest.step, manifest.attempt), None, None)
+        self._origin.begin_from(Parent(where, manifest.step, manifest.attempt), None, None)
         logger.info("a new run begins from %s: %s", where, given.volume_text(context, began))
         return given.result_of(context, options, loaded)
 
@@ -355,8 +339,9 @@ class StepReader:
                 is_as_saved = options.at is None and options.adapt is None
                 if is_as_saved and loaded.keys() == manifest.items.keys():
                     state = RestoredState.of(manifest.attempt, loaded, is_foreign=not is_own)
-                self.begins_from(manifest.parent, manifest.step, state)
-                if self._may_write and (engine.base_step is None or engine.base_step.was_restored):
+                self._origin.begin_from(manifest.parent, manifest.step, state)
+                base = engine.base_step
+                if not self._root.is_read_only and (base is None or base.was_restored):
                     engine.base_step = base_of_restored(self._storage, opened.step_dir, manifest)
                 if copies is not None and copies.first is not None:
                     self.distrust(manifest)

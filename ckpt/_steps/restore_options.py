@@ -1,4 +1,4 @@
-"""What a restore is asked for, and the arrays that it returned, known again."""
+"""What a restore is asked for, and what it returned: the arrays, known again, and the origin."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ckpt._settings import ArrayMemory
 from ckpt.keep._questions import Requirement
 
 if TYPE_CHECKING:
+    from ckpt._format.manifest_head import Parent
     from ckpt._plan.adapt import Adapt
 
 # A smaller budget would need too many rounds of exchange.
@@ -159,3 +160,25 @@ def _remember_leaf(leaf: object) -> weakref.ref[Any] | object:
     if isinstance(leaf, jax.Array):
         return weakref.ref(leaf)
     return leaf if isinstance(leaf, _VALUES) else None
+
+
+class RunOrigin(Struct):
+    """What a run goes on from; the same for all its places. Used on the engine's loop.
+
+    Attributes:
+        parent: The checkpoint that the run began from, which its steps name; None for a run that
+            began from scratch.
+        restored: The step that was restored last, where the run went on or went back to.
+        state: The state that this restore returned, if it was the whole step.
+    """
+
+    parent: Parent | None = None
+    restored: int | None = None
+    state: RestoredState | None = None
+
+    def begin_from(
+        self, parent: Parent | None, restored: int | None, state: RestoredState | None
+    ) -> None:
+        """Record the checkpoint that the run began from, and its own step that was restored."""
+        self.parent = parent or self.parent
+        self.restored, self.state = restored, state

@@ -1,4 +1,7 @@
-"""`Root`: one root below its saves: its steps, the policy on new saves, and its deletions."""
+"""`Root`: one root below its saves: its steps, the policy on new saves, and its deletions.
+
+`RunHooks` are what features beside a root take part by.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import errno
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -15,6 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._arguments import check_step
+from ckpt._commit import Commit, StepInfo
 from ckpt._engine.save.save_request import SaveRequest
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.manifest_head import ReplacedSave
@@ -154,6 +158,35 @@ class RootOptions(Struct, frozen=True):
     log_level: int = logging.INFO
 
 
+class RunHooks:
+    """What a feature does beside the saves of a root. These do nothing; a feature replaces some."""
+
+    async def before_save(self, step: int) -> None:
+        """Do something at the beginning of a save, in all processes of a job."""
+
+    async def before_publish(self, step: int, replaces_any: bool) -> Sequence[ReplacedSave]:
+        """Return saves in further places that give way to a save of `step`.
+
+        With `replaces_any`, the save may replace any other one.
+        """
+        return ()
+
+    def committed(self, info: StepInfo, save: str, commit: Commit) -> bool:
+        """Hear of a save with the id `save`, before `commit` is done; return True if it counts.
+
+        A step that is copied on counts only when it has arrived.
+        """
+        return True
+
+    def protected(self) -> Collection[int]:
+        """Return steps that stay, whatever the keep policy answers."""
+        return ()
+
+    async def before_retention(self, step: int) -> bool:
+        """Return True if steps may be deleted now, after the commit of `step`."""
+        return True
+
+
 class Root:
     """One root. Its coroutines run on the engine's loop.
 
@@ -164,6 +197,7 @@ class Root:
         index: Its committed steps.
         processes: The processes that use it.
         retention: Deletes its steps.
+        hooks: What features do beside the saves.
         is_read_only: True if nothing may be written.
     """
 
@@ -175,6 +209,7 @@ class Root:
         processes: Processes,
         retention: Retention,
         observers: tuple[Observer, ...],
+        hooks: Sequence[RunHooks],
     ) -> None:
         """Put a root together from its parts; does no input or output."""
         self.storage = storage
@@ -185,9 +220,7 @@ class Root:
         self.retention = retention
         self.is_read_only: bool = options.mode == "r"
         self._observers = observers
-        # Called with a step and whether the save may replace any step; returns the saves that give
-        # way to it, in all places to which steps are copied on from here.
-        self.replaced: Callable[[int, bool], Awaitable[Sequence[ReplacedSave]]] = _nothing
+        self.hooks = hooks
         self._opened = self._begun = False
         self._swept = 0.0
 
@@ -282,9 +315,12 @@ class Root:
         that has restored nothing, or this very step, is not known to go back.
         """
         step = check_step(request.step)
-        request = replace(request, replaces=await self.replaced(step, request.replaces_any))
+        replaced: list[ReplacedSave] = []
+        for hooks in self.hooks:
+            replaced += await hooks.before_publish(step, request.replaces_any)
+        request = replace(request, replaces=replaced)
         # List the places only if greater steps were seen before, or saved.
-        places = self.index, *self.index.others
+        places = self.index, *self.index.places
         seen = max(*(each.greatest for each in places), self.retention.newest or 0)
         if restored is None or not restored < step < seen:
             return request
@@ -309,7 +345,3 @@ class Root:
             logger.warning("steps that are no longer kept could not be deleted: %s", error)
         except Exception:
             logger.warning("steps that are no longer kept could not be deleted", exc_info=True)
-
-
-async def _nothing(step: int, replaces_any: bool) -> Sequence[ReplacedSave]:
-    return ()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex, get_args
 
@@ -22,21 +23,18 @@ from ckpt._events import GuardedObserver, Observer
 from ckpt._job.solo import SoloJob
 from ckpt._plan.save_plan import Formats, compile_formats
 from ckpt._runtime.jax_internals import job_size
-from ckpt._runtime.loop import EngineLoop, Job
+from ckpt._runtime.loop import Job
 from ckpt._settings import IfTaken, Staging, Timeouts
 from ckpt._steps.index import StepIndex
 from ckpt._steps.pins import Pin, pin, pins, unpin
 from ckpt._steps.reader import StepReader
 from ckpt._steps.removal.deletion_plan import StepTrash
 from ckpt._steps.removal.retention import Retention
-from ckpt._steps.root import Root, RootOptions, read_root_metadata
-from ckpt._steps.saves.commits import OpenCommits
-from ckpt._steps.saves.history import Preemption
-from ckpt._steps.saves.queue import SaveQueue
+from ckpt._steps.root import Root, RootOptions, RunHooks, read_root_metadata
+from ckpt._steps.saves.queue import Run, SaveQueue
 from ckpt._steps.saves.save_arguments import make_request
 from ckpt.errors import InvalidArgumentError
 from ckpt.handlers._registry import HandlersLike, find_handlers
-from ckpt.keep._ranking import ranking_of
 from ckpt.storage._base import Storage
 
 if TYPE_CHECKING:
@@ -48,42 +46,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ckpt")
 
 
+@dataclass(eq=False)
 class RootService:
-    """The service of one root. Its coroutines run on the engine's loop."""
+    """The service of one root. Its coroutines run on the engine's loop.
 
-    def __init__(
-        self,
-        loop: EngineLoop,
-        storage: Storage,
-        engine: Engine,
-        options: RootOptions,
-        preemption: Preemption,
-        commits: OpenCommits,
-        job: ProcessJob,
-    ) -> None:
-        """Serve the root of `storage` together with the processes of `job`."""
-        self.loop = loop
-        self.preemption = preemption
-        self.engine = engine
-        index = StepIndex(storage, options.names, missing=options.missing)
-        processes = job.at(index, engine.staging.backlog)
-        retention = Retention(
-            storage, index, options.keep, options.deletion, engine.observers, engine.now_ns
-        )
-        retention.log_level = options.log_level
-        trash = retention.trash
-        self.trash: StepTrash = StepTrash(storage, index, options.names, trash, engine.now_ns)
-        self.root: Root = Root(storage, options, index, processes, retention, engine.observers)
-        self.saves: SaveQueue = SaveQueue(loop, self.root, engine, preemption, commits)
-        self.reader: StepReader = StepReader(
-            storage,
-            index,
-            engine,
-            None if options.keep is None else ranking_of(options.keep),
-            processes,
-            self.saves.history.begin_from,
-            may_write=options.mode != "r",
-        )
+    Attributes:
+        run: What it shares with the other places of the run.
+        engine: Saves and restores.
+        root: The root.
+        saves: Its saves under way.
+        reader: Reads its steps.
+        trash: Its deleted steps.
+    """
+
+    run: Run
+    engine: Engine
+    root: Root
+    saves: SaveQueue
+    reader: StepReader
+    trash: StepTrash
 
     @property
     def storage(self) -> Storage:
@@ -124,7 +105,7 @@ class RootService:
 
         The answer for a step never changes, so that a save and its caller agree.
         """
-        return self.preemption.reached(check_step(step))
+        return self.run.preemption.reached(check_step(step))
 
     async def open(self) -> None:
         """Create the root, and remove leftovers of dead writers; further calls do nothing."""
@@ -241,15 +222,35 @@ class RootService:
 
     def listen(self) -> None:
         """Handle the signals that announce the end of the run from now on."""
-        self.preemption.open()
+        self.run.preemption.open()
 
     def stop_listening(self) -> None:
         """Put back the handlers that were there before `listen`."""
-        self.preemption.close()
+        self.run.preemption.close()
 
     def close(self, timeout: float | None = None, *, failed: bool = False) -> bool:
         """Wait for the saves, and end the loop; see `SaveQueue.close`."""
         return self.saves.close(timeout)
+
+
+def root_service(
+    run: Run,
+    storage: Storage,
+    engine: Engine,
+    options: RootOptions,
+    job: ProcessJob,
+    hooks: Sequence[RunHooks] = (),
+) -> RootService:
+    """Return the service of the root of `storage`, for this process of `job`."""
+    names, observers, now_ns = options.names, engine.observers, engine.now_ns
+    index = StepIndex(storage, names, missing=options.missing, places=run.places)
+    processes = job.at(index, engine.staging.backlog)
+    how = options.keep, options.deletion, observers, now_ns, hooks, options.log_level
+    retention = Retention(storage, index, *how)
+    root = Root(storage, options, index, processes, retention, observers, hooks)
+    saves, reader = SaveQueue(run, root, engine), StepReader(root, engine, run.origin)
+    trash = StepTrash(storage, index, names, retention.trash, now_ns)
+    return RootService(run, engine, root, saves, reader, trash)
 
 
 # Engines take their clock from here when they are made; `ckpt.testing.clock` sets another one.

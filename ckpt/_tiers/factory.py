@@ -6,15 +6,19 @@ import dataclasses
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._arguments import invalid
-from ckpt._steps.root import RootOptions
+from ckpt._engine.engine import Engine
+from ckpt._steps.index import StepIndex
+from ckpt._steps.root import RootOptions, RunHooks
 from ckpt._steps.saves.history import Preemption
-from ckpt._steps.service import RootService, make_job
+from ckpt._steps.saves.queue import Run
+from ckpt._steps.service import RootService, make_job, root_service
 from ckpt._tiers.agent.client import AgentClient
 from ckpt._tiers.agent.messages import (
     AgentMessage,
@@ -26,7 +30,7 @@ from ckpt._tiers.agent.messages import (
 )
 from ckpt._tiers.memory import MemoryRoot, MemoryTier
 from ckpt._tiers.peer_replication import CopiedSteps, PeerReplication
-from ckpt._tiers.service import TieredService
+from ckpt._tiers.service import MemoryHooks, SaverHooks, TieredService, TierHooks
 from ckpt._tiers.settings import SharedMemory, Tier
 from ckpt._tiers.shared_folder import SharedFolder, folder_of
 from ckpt._tiers.tier_drains import TierDrains
@@ -34,21 +38,26 @@ from ckpt.coordination._base import Coordinator
 from ckpt.coordination._jobs import OwnDisks, has_own_disks
 from ckpt.errors import InvalidArgumentError
 from ckpt.keep._keep_policies import Latest, as_keep_rules
+from ckpt.storage._base import Storage
 from ckpt.storage._local.config import Local
 from ckpt.storage._resolve import PathLike, local_path, open_root
+
+if TYPE_CHECKING:
+    from ckpt._job.solo import ProcessJob
 
 logger = logging.getLogger("ckpt")
 
 
-class Tiers(Struct, frozen=True):
-    """The tiers of a manager: the memory of its host, and places on a storage, nearest first."""
+def service_with(
+    tiers: object, root: PathLike, job: Coordinator, *, read_only: bool
+) -> Callable[..., RootService]:
+    """Return the function that makes the service of a manager with these tiers.
 
-    memory: SharedMemory | None
-    near: tuple[Tier, ...]
-
-
-def check_tiers(tiers: object, *, read_only: bool, job: Coordinator) -> Tiers | None:
-    """Return the tiers of a manager, or None if it has none; in a job, those of this process.
+    Args:
+        tiers: The tiers, as they were given.
+        root: The root, as it was given.
+        job: The job that this process is part of.
+        read_only: True if the manager saves nothing.
 
     Raises:
         InvalidArgumentError: Such a manager cannot have these tiers.
@@ -70,7 +79,7 @@ def check_tiers(tiers: object, *, read_only: bool, job: Coordinator) -> Tiers | 
             "tiers=: the nearest place comes first: put SharedMemory before the others"
         )
     if not tiers:
-        return None
+        return root_service
     if read_only:
         raise InvalidArgumentError(
             "tiers=: with mode='r' nothing is saved, and steps are read from the root. Leave "
@@ -78,7 +87,7 @@ def check_tiers(tiers: object, *, read_only: bool, job: Coordinator) -> Tiers | 
         )
     if job.process_count > 1 and near:
         near = [_tier_of_process(near, job)]
-    return Tiers(memory[0] if memory else None, tuple(near))
+    return partial(_with_tiers, memory[0] if memory else None, near, root, job)
 
 
 def _tier_of_process(near: Sequence[Tier], job: Coordinator) -> Tier:
@@ -112,28 +121,46 @@ def _tier_of_process(near: Sequence[Tier], job: Coordinator) -> Tier:
     return dataclasses.replace(tier, path=dataclasses.replace(given, path=own))
 
 
-def with_tiers(
-    tiers: Tiers, service: RootService, root: PathLike, job: Coordinator
+def _with_tiers(
+    settings: SharedMemory | None,
+    tiers: Sequence[Tier],
+    root: PathLike,
+    job: Coordinator,
+    run: Run,
+    storage: Storage,
+    engine: Engine,
+    options: RootOptions,
+    own: ProcessJob,
 ) -> TieredService:
     """Return the service of a run with tiers.
 
     Args:
-        tiers: The tiers.
-        service: The service of the root.
+        settings: The tier in memory, if there is one.
+        tiers: The tiers on a storage, the nearest first.
         root: The root, as it was given.
         job: The job that this process is part of.
+        run: Passed to `root_service`, like `storage`, `engine`, `options` and `own`.
+        storage: See `run`.
+        engine: See `run`.
+        options: See `run`.
+        own: See `run`.
 
     Raises:
         InvalidArgumentError: The agent process cannot open one of the places, or two are the same.
     """
     # Each process of a job has a place of its own for its steps.
     process = job.process_index, job.process_count
-    location, engine, options = service.storage.location, service.engine, service.root.options
+    location, timeouts = storage.location, options.timeouts
+    places: list[StepIndex] = []
+    run = replace(run, places=places)
+
+    def tiered() -> TieredService:
+        return service
+
     disks = OwnDisks(job, f"tier of {location}")
-    timeouts, commits = options.timeouts, service.saves.commits
     near = [
-        RootService(
-            service.loop,
+        root_service(
+            run,
             open_root(tier.path, timeouts),
             engine,
             replace(
@@ -141,18 +168,18 @@ def with_tiers(
                 keep=None if tier.keep is None else as_keep_rules(tier.keep),
                 deletion=None,
             ),
-            service.preemption,
-            commits,
             make_job(disks, timeouts, location, engine),
+            [TierHooks(tiered, leg) if leg else SaverHooks(tiered)],
         )
-        for tier in tiers.near
+        for leg, tier in enumerate(tiers)
     ]
-    places = [place_to_json(tier.path) for tier in tiers.near] + [place_to_json(root)]
-    locations = [each.storage.location for each in (*near, service)]
+    at_root = [] if near else [SaverHooks(tiered)]
+    last = root_service(run, storage, engine, options, own, at_root)
+    sites = [place_to_json(tier.path) for tier in tiers] + [place_to_json(root)]
+    locations = [each.storage.location for each in (*near, last)]
     for number, where in enumerate(locations):
         if os.path.realpath(where) in map(os.path.realpath, locations[:number]):
             raise InvalidArgumentError(f"tiers=: {where} is there twice")
-    settings = tiers.memory
     folder: SharedFolder | None = None
     snapshots = None
     if settings is not None:
@@ -169,19 +196,19 @@ def with_tiers(
         )
     setup = AgentSetup(
         os.getpid(),
-        places[-1],
-        tuple(sorted({int(signal.SIGTERM), *map(int, service.preemption.signals)})),
+        sites[-1],
+        tuple(sorted({int(signal.SIGTERM), *map(int, run.preemption.signals)})),
         timeouts.exit,
         snapshots,
         tuple(
             TransferLeg(
-                places[number],
-                places[number + 1],
+                sites[number],
+                sites[number + 1],
                 tier.bytes_per_second,
                 tier.most_waiting,
                 process,
             )
-            for number, tier in enumerate(tiers.near)
+            for number, tier in enumerate(tiers)
         ),
     )
     parts: list[MemoryTier | TierDrains] = []
@@ -196,20 +223,23 @@ def with_tiers(
     agent = AgentClient(setup, on_message, greeting)
     memory = None
     if settings is not None and folder is not None:
-        at_root = MemoryRoot(folder, service.storage, timeouts, process)
+        memory_root = MemoryRoot(folder, storage, timeouts, process)
         copied = _copied_steps(settings, job)
-        in_memory = _service_of_memory(at_root, service, copied, job)
+        in_memory = _service_of_memory(memory_root, last, copied, job, [MemoryHooks(tiered)])
         peers = None
         if copied is not None and settings.peers is not None:
             peers = PeerReplication(settings.peers, job, in_memory, folder, copied, agent)
-        memory = MemoryTier(settings, in_memory, folder, at_root, service.storage, agent, peers)
+        memory = MemoryTier(settings, in_memory, folder, memory_root, storage, agent, peers)
         parts.append(memory)
     drains = None
     if near:
-        pairs = list(zip(near, tiers.near, strict=True))
-        drains = TierDrains(pairs, service, agent)
+        pairs = list(zip(near, tiers, strict=True))
+        drains = TierDrains(pairs, last, agent)
         parts.append(drains)
-    return TieredService(service, near, memory, drains, agent)
+    service = TieredService(last, near, memory, drains, agent)
+    # In a job, the processes may see different steps in the places.
+    places += last.root.processes.found_here([each.root.index for each in service.places])
+    return service
 
 
 def _copied_steps(memory: SharedMemory, job: Coordinator) -> CopiedSteps | None:
@@ -232,7 +262,11 @@ def _copied_steps(memory: SharedMemory, job: Coordinator) -> CopiedSteps | None:
 
 
 def _service_of_memory(
-    storage: MemoryRoot, service: RootService, copied: CopiedSteps | None, job: Coordinator
+    storage: MemoryRoot,
+    service: RootService,
+    copied: CopiedSteps | None,
+    job: Coordinator,
+    hooks: Sequence[RunHooks],
 ) -> RootService:
     # The engine uses the same memory for staging, but no base step: reuse of unchanged files is
     # tracked for each root.
@@ -249,5 +283,5 @@ def _service_of_memory(
     )
     disks = OwnDisks(job, f"snapshots of {service.storage.location}")
     own = make_job(disks, timeouts, storage.location, engine)
-    commits = service.saves.commits
-    return RootService(service.loop, storage, engine, options, Preemption(), commits, own)
+    run = replace(service.run, preemption=Preemption())
+    return root_service(run, storage, engine, options, own, hooks)

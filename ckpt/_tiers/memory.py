@@ -108,6 +108,8 @@ class MemoryTier:
         self._storage = storage
         self._root_storage = root_storage
         self._agent = agent
+        # The greatest step that this run has saved, in the root or at a place before it.
+        self._latest = -1
         # The greatest step of the root, and the speed of saves.
         self._saved = StepInRoot(-1)
         # Set on the engine's loop.
@@ -120,8 +122,6 @@ class MemoryTier:
         self._flushed: FlushResult | None = None
         # True if other processes have parts of the snapshots.
         self.is_of_job: bool = service.root.processes.count > 1
-        if peers is not None:
-            service.saves.before_retention = self._copied
 
     async def open(self) -> bool:
         """Find earlier snapshots and start the agent; return True if the memory is usable.
@@ -214,6 +214,8 @@ class MemoryTier:
         In a job, remove this step, too: other processes may have lost their part of it.
         """
         root = self.service.root
+        if step < self._latest:
+            self._latest = step - 1
         if await self.open():
             if step < self._saved.step:
                 # Greater steps in the root are no reason to leave this one unwritten, either.
@@ -237,13 +239,14 @@ class MemoryTier:
                 await root.retention.delete(step)
         await root.preserve(max(common, default=0))
 
-    async def _copied(self, step: int) -> bool:
+    async def copied(self, step: int) -> bool:
         """Have a snapshot copied to peers, and tidy the memory before and after.
 
         Returns:
-            False: nothing is left to be tidied.
+            True if there are to be no copies, so that nothing was tidied.
         """
-        assert self._peers is not None
+        if self._peers is None:
+            return True
         async with self._peers.in_turn(step):
             await self.service.root.preserve(step)
             await self._peers.copy(step)
@@ -297,9 +300,12 @@ class MemoryTier:
             logger.warning("step %d was not kept in memory: %s", step, why)
         return why
 
-    def saved(self, info: StepInfo) -> None:
-        """Tell the agent about a step that is in the root."""
-        if info.step is not None:
+    def saved(self, info: StepInfo, *, in_root: bool) -> None:
+        """Note a step that was saved; tell the agent if it is in the root."""
+        if info.step is None:
+            return
+        self._latest = max(self._latest, info.step)
+        if in_root:
             self._saved = StepInRoot(max(info.step, self._saved.step))
             self._agent.tell(self._saved)
 
@@ -327,14 +333,11 @@ class MemoryTier:
         )
         self._folder.leave()
 
-    def left(self, saved: int) -> int | None:
-        """Return the newest snapshot; None if a step as great was saved, or is in the root. Blocks.
-
-        Args:
-            saved: The greatest step that was saved.
-        """
+    def left(self) -> int | None:
+        """Return the newest snapshot, unless a step as great was saved, or is in the root."""
         found = snapshots_in(self._folder.steps) if self._is_open else []
-        return found[0].step if found and found[0].step > max(saved, self._saved.step) else None
+        known = max(self._latest, self._saved.step)
+        return found[0].step if found and found[0].step > known else None
 
     def close(self, left: int | None, *, failed: bool, ended: bool) -> None:
         """Release the memory, unless it has the only copy of the last snapshot.

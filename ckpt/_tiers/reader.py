@@ -71,17 +71,9 @@ class TieredReader(StepReader):
         self, root: RootService, find_tiers: Callable[[], Awaitable[Sequence[RootService]]]
     ) -> None:
         """Read from the tiers that `find_tiers` opens, the nearest first, the root last."""
-        super().__init__(
-            root.storage,
-            root.root.index,
-            root.engine,
-            root.reader.ranking,
-            root.root.processes,
-            root.reader.begins_from,
-            may_write=True,
-        )
+        super().__init__(root.root, root.engine, root.run.origin)
         self.choice = root.reader.choice
-        self._root = root
+        self._last = root
         self._find_tiers = find_tiers
         # Tiers for which a warning has said that they cannot be listed.
         self._said: set[RootService] = set()
@@ -101,7 +93,7 @@ class TieredReader(StepReader):
                 behind = await tier.reader.agreed(tier.reader.choice.left_behind) if ranks else ()
                 places += [_Place(step, number, tier, is_behind=step in behind) for step in steps]
             except StorageError as error:
-                if tier is self._root:
+                if tier is self._last:
                     raise
                 if tier not in self._said:
                     self._said.add(tier)
@@ -211,7 +203,7 @@ class TieredReader(StepReader):
         if not places:
             steps = await self.all_steps()
             if step is not None and steps:
-                where = redact(self._root.storage.location)
+                where = redact(self._storage.location)
                 raise StepNotFoundError(
                     f"there is no such step; {where} and its tiers have steps {shortened(steps)}",
                     step=step,
@@ -278,7 +270,7 @@ class TieredReader(StepReader):
                 if gone == _MOST_GONE:
                     raise
             except (CorruptCheckpointError, ItemDroppedError, StorageError) as error:
-                if isinstance(error, StorageError) and place.tier is self._root:
+                if isinstance(error, StorageError) and place.tier is self._last:
                     raise
                 first = first or error
                 top = place.step if top is None else top

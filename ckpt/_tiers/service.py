@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -18,12 +18,12 @@ import anyio
 
 from ckpt._arguments import check_step
 from ckpt._commit import Commit, StepInfo
-from ckpt._format.manifest_head import Aside, Parent, ReplacedSave
+from ckpt._format.manifest_head import Aside, ReplacedSave
 from ckpt._redaction import redact
 from ckpt._runtime.loop import Job, call_once
 from ckpt._steps.opened import shortened
 from ckpt._steps.pins import Pin
-from ckpt._steps.restore_options import RestoredState
+from ckpt._steps.root import RunHooks
 from ckpt._steps.service import RootService
 from ckpt._tiers.agent.client import AgentClient
 from ckpt._tiers.memory import MemoryTier
@@ -39,7 +39,13 @@ _LAST_WORDS_SECONDS = 15.0
 
 
 class TieredService(RootService):
-    """The service of a run with tiers. Its coroutines run on the engine's loop."""
+    """The service of a run with tiers. Its coroutines run on the engine's loop.
+
+    Attributes:
+        memory: Snapshots in memory, if there are any.
+        drains: Copies steps from place to place, if there are several on a storage.
+        services: The places on a storage, the nearest first, the root last.
+    """
 
     def __init__(
         self,
@@ -58,117 +64,38 @@ class TieredService(RootService):
             drains: Copies steps from place to place.
             agent: Client of the agent that makes these copies.
         """
-        self._saver = near[0] if near else root
-        # In all that is not said otherwise here, it is the service of that place.
-        vars(self).update(vars(self._saver))
-        self._root, self.trash = root, root.trash
-        self._memory = memory
-        self._drains = drains
+        saver = near[0] if near else root
+        self._nearest = TieredReader(root, self._tiers)
+        # In all that is not said otherwise here, it is the service of the nearest place.
+        super().__init__(
+            saver.run, saver.engine, saver.root, saver.saves, self._nearest, root.trash
+        )
+        self.memory = memory
+        self.drains = drains
+        self.services: list[RootService] = [*near, root]
+        self._saver, self._root = saver, root
         self._agent = agent
         self._exit_seconds = root.root.options.timeouts.exit
-        self._services = [*near, root]
-        self._nearest = TieredReader(root, self._tiers)
-        self.reader = self._nearest
         self._is_open = False
         # Places that a warning has named because they could not be listed.
         self._said_untidy: list[RootService] = []
-        # The greatest step that was saved.
-        self._latest = -1
         # Set on the engine's loop.
         self._opening: anyio.Lock | None = None
-        self._saver.saves.on_committed = self._committed
-        if drains is not None:
-            self._saver.saves.has_next_tier = True
-            self._saver.saves.before_retention = self._send_on
-            self._saver.root.replaced = self._replaced
-        else:
-            # A step is there before its save knows it, and the root may be tidied just then.
-            root.root.retention.protected_steps = lambda: root.saves.joined
-        if memory is not None:
-            memory.service.saves.prepare = self._remove_later_steps
-        self.reader.begins_from = self._begin_from
-        for each in self._all:
-            each.reader.begins_from = self._begin_from
-            # In a job, the processes may see different steps in the places.
-            others = [it.root.index for it in self._all if it is not each]
-            each.root.index.others = root.root.processes.found_here(others)
 
     @property
-    def _all(self) -> list[RootService]:
-        memory = [] if self._memory is None else [self._memory.service]
-        return [*memory, *self._services]
+    def places(self) -> list[RootService]:
+        """All places, the nearest first."""
+        return self.services if self.memory is None else [self.memory.service, *self.services]
 
     @property
     def storage(self) -> Storage:
         """Storage of the root."""
         return self._root.storage
 
-    def _begin_from(
-        self, parent: Parent | None, restored: int | None, state: RestoredState | None
-    ) -> None:
-        for each in self._all:
-            each.saves.history.begin_from(parent, restored, state)
-
-    def _committed(self, info: StepInfo, save: str, commit: Commit) -> None:
-        self._latest = max(self._latest, -1 if info.step is None else info.step)
-        if self._drains is not None:
-            self._drains.committed(info, save, commit)
-        elif self._memory is not None:
-            self._memory.saved(info)
-
-    async def _remove_later_steps(self, step: int) -> None:
-        # All processes of a job open the memory together.
-        await self.open()
-        if step < self._latest:
-            # The run has gone back.
-            self._latest = step - 1
-        if self._memory is not None:
-            await self._memory.remove_later_snapshots(step)
-
-    async def _replaced(self, step: int, replaces_any: bool) -> list[ReplacedSave]:
-        """Return the saves of a step, at any place, that give way to the one that begins."""
-        found: dict[tuple[int, int], ReplacedSave] = {}
-        indices = [each.root.index for each in self._services]
-        bad = {each.passed_over[step] for each in indices if step in each.passed_over}
-        if not replaces_any and not bad:
-            return []
-        for index in indices:
-            # A place that is away will report, when it is back, that another step is there.
-            with contextlib.suppress(StorageError):
-                for step_dir in await index.step_dirs_of(step):
-                    there = await index.look(step_dir)
-                    if there is None or there.is_foreign:
-                        continue
-                    states = (it.state for it in bad if it.attempt == there.attempt)
-                    state: Aside = next(states, "")
-                    if replaces_any or state:
-                        times = there.created_ns, there.committed_ns
-                        found.setdefault(times, ReplacedSave(*times, state=state))
-        return list(found.values())
-
-    async def _send_on(self, step: int) -> bool:
-        """Let a step be copied on before its tier is tidied."""
-        assert self._drains is not None
-        try:
-            await self.open()
-            await self._drains.send_on(0, step)
-        except CheckpointError as error:
-            logger.warning(
-                "step %d stays at %s for now: %s", step, redact(self._saver.storage.location), error
-            )
-            self._drains.undecided(step, error)
-            return False
-        for each in self._services[1:]:
-            # This comes after the commit, which does not wait for a place that is away: that place
-            # gets its notes with a later step.
-            with contextlib.suppress(StorageError):
-                await each.root.begin()
-        return True
-
     async def _tiers(self) -> Sequence[RootService]:
         await self.open()
-        memory = self._memory
-        return self._all if memory is None or await memory.open() else self._services
+        has_memory = self.memory is None or await self.memory.open()
+        return self.places if has_memory else self.services
 
     async def open(self) -> None:
         """Open all places; further calls do nothing."""
@@ -179,14 +106,14 @@ class TieredService(RootService):
                 self._is_open = True
 
     async def _open(self) -> None:
-        for each in self._services:
+        for each in self.services:
             await each.open()
-        if self._memory is not None and await self._memory.open():
-            self._memory.saved_already(await self._root.reader.latest_step())
-        if self._drains is not None:
-            await self._drains.open()
+        if self.memory is not None and await self.memory.open():
+            self.memory.saved_already(await self._root.reader.latest_step())
+        if self.drains is not None:
+            await self.drains.open()
             # Tidy for steps that arrived after the end of the run before.
-            await self._tidy(self._services)
+            await self._tidy(self.services)
 
     async def _tidy(self, places: Sequence[RootService]) -> None:
         """Delete superfluous steps at some places, after steps have arrived or gone on."""
@@ -208,12 +135,12 @@ class TieredService(RootService):
         self, step: SupportsIndex, *saved: Any
     ) -> tuple[Commit, Job[None], Future[None]]:
         """Start a snapshot; see `MemoryTier.start`."""
-        memory = self._memory
+        memory = self.memory
         return super().start_snapshot(step) if memory is None else memory.start(step, *saved)
 
     async def prefetch(self, step: int | None) -> StepInfo:
         """Bring a step to the nearest place on a storage; see the managers."""
-        if self._drains is None:
+        if self.drains is None:
             return await super().prefetch(step)
         count = self._root.root.processes.count
         if count > 1:
@@ -222,25 +149,25 @@ class TieredService(RootService):
                 "processes keeps its part. restore() reads it from the root"
             )
         number, holders = await self._nearest.holders(None if step is None else check_step(step))
-        places = [self._services.index(each) for each in holders if each in self._services]
+        places = [self.services.index(each) for each in holders if each in self.services]
         if not places:
             raise StepNotFoundError(
                 "it is only a snapshot in memory, which is nearer than any tier: save() the step",
                 step=number,
             )
-        await self._drains.fetches.fetch(number, [place for place in places if place > 0])
+        await self.drains.fetches.fetch(number, [place for place in places if place > 0])
         near = (await self._saver.reader.metadata(number)).info
         every = (await self.reader.metadata(number)).info
         return replace(near, tiers=every.tiers)
 
     async def idle(self) -> None:
         """Wait until every save and every snapshot that was started has ended."""
-        for each in self._all:
+        for each in self.places:
             await each.idle()
 
     @property
     def saving(self) -> list[int]:
-        return [step for each in self._all for step in each.saving]
+        return [step for each in self.places for step in each.saving]
 
     def listen(self) -> None:
         """Handle signals from now on, if this is the main thread."""
@@ -254,7 +181,7 @@ class TieredService(RootService):
 
     async def reload(self) -> None:
         """Forget everything that was read."""
-        for each in self._all:
+        for each in self.places:
             await each.reload()
 
     async def pin(self, step: int, name: str) -> None:
@@ -265,18 +192,18 @@ class TieredService(RootService):
 
     async def unpin(self, step: int, name: str) -> bool:
         """Remove a pin from every place; return True if there was one."""
-        return any([await each.unpin(step, name) for each in self._services])
+        return any([await each.unpin(step, name) for each in self.services])
 
     async def pins(self) -> dict[int, tuple[Pin, ...]]:
         """Return the pinned steps, with the pins at the first place that has any for the step."""
         found: dict[int, tuple[Pin, ...]] = {}
-        for each in reversed(self._services):
+        for each in reversed(self.services):
             found |= await each.pins()
         return dict(sorted(found.items()))
 
     async def delete(self, step: int, item: str | None) -> None:
         """Delete a step, or one item of it, from all places."""
-        memory = self._memory
+        memory = self.memory
         holders = await self._holders(step)
         has_memory = memory is not None and await memory.open()
         if memory is not None and has_memory and step in await memory.service.reader.all_steps():
@@ -290,7 +217,7 @@ class TieredService(RootService):
 
     async def _holders(self, step: int) -> list[RootService]:
         number = check_step(step)
-        return [each for each in self._services if number in await each.reader.all_steps()]
+        return [each for each in self.services if number in await each.reader.all_steps()]
 
     async def undelete(self, step: int) -> None:
         await self._root.undelete(step)
@@ -308,12 +235,12 @@ class TieredService(RootService):
                 first, unless a newer step is there; otherwise, unless a newer one was saved.
         """
         done = self._saver.close(timeout)
-        if self.loop.is_forked:
+        if self.run.loop.is_forked:
             # In a forked child, the agent and the memory belong to the parent.
             return done
-        memory, ended = self._memory, False
+        memory, ended = self.memory, False
         late: tuple[int, ...] = ()
-        newest = None if memory is None else memory.left(self._latest)
+        newest = None if memory is None else memory.left()
         flush = memory is not None and memory.flushes and (failed or newest is not None)
         if failed and flush and memory is not None and memory.is_of_job:
             # The other processes may not know yet that this one has failed.
@@ -324,7 +251,7 @@ class TieredService(RootService):
             ended, late = self._agent.close(flush=flush, timeout=seconds)
             if memory is not None:
                 memory.close(newest, failed=failed, ended=ended)
-        left = [] if self._drains is None else self._drains.given_up(late)
+        left = [] if self.drains is None else self.drains.given_up(late)
         if left:
             logger.warning(
                 "%s: steps %s were not copied there in time; they stay at %s, and the next "
@@ -333,10 +260,98 @@ class TieredService(RootService):
                 shortened(left),
                 redact(self._saver.storage.location),
             )
-        if done and ended and (flush or (self._drains is not None and self._drains.is_untidy)):
+        if done and ended and (flush or (self.drains is not None and self.drains.is_untidy)):
             # The loop of the run has ended. A root that some steps did not reach may be away.
             with contextlib.suppress(CheckpointError):
                 call_once(
-                    partial(self._tidy_in_time, self._services[:-1] if left else self._services)
+                    partial(self._tidy_in_time, self.services[:-1] if left else self.services)
                 )
         return done
+
+
+class TierHooks(RunHooks):
+    """What a run with tiers does beside the saves of one of its places on a storage."""
+
+    def __init__(self, run: Callable[[], TieredService], leg: int = 0) -> None:
+        """Take part at a place; `run` returns the service of all places, `leg` is its number."""
+        self._run = run
+        self._leg = leg
+
+    def protected(self) -> Collection[int]:
+        drains = self._run().drains
+        # A step is there before its save knows it, and the place may be tidied just then.
+        joined = self._run().services[self._leg].saves.joined
+        return joined if drains is None else drains.waiting(self._leg).union(joined)
+
+
+class SaverHooks(TierHooks):
+    """The same at the nearest place on a storage, to which saves go."""
+
+    def committed(self, info: StepInfo, save: str, commit: Commit) -> bool:
+        run = self._run()
+        if run.memory is not None:
+            run.memory.saved(info, in_root=run.drains is None)
+        if run.drains is not None:
+            run.drains.committed(info, save, commit)
+        return run.drains is None
+
+    async def before_publish(self, step: int, replaces_any: bool) -> Sequence[ReplacedSave]:
+        """Return the saves of a step, at any place, that give way to the one that begins."""
+        found: dict[tuple[int, int], ReplacedSave] = {}
+        indices = [each.root.index for each in self._run().services]
+        if len(indices) < 2:
+            return ()
+        bad = {each.passed_over[step] for each in indices if step in each.passed_over}
+        if not replaces_any and not bad:
+            return ()
+        for index in indices:
+            # A place that is away will report, when it is back, that another step is there.
+            with contextlib.suppress(StorageError):
+                for step_dir in await index.step_dirs_of(step):
+                    there = await index.look(step_dir)
+                    if there is None or there.is_foreign:
+                        continue
+                    states = (it.state for it in bad if it.attempt == there.attempt)
+                    state: Aside = next(states, "")
+                    if replaces_any or state:
+                        times = there.created_ns, there.committed_ns
+                        found.setdefault(times, ReplacedSave(*times, state=state))
+        return list(found.values())
+
+    async def before_retention(self, step: int) -> bool:
+        """Let a step be copied on before its tier is tidied."""
+        run = self._run()
+        if run.drains is None:
+            return True
+        try:
+            await run.open()
+            await run.drains.send_on(0, step)
+        except CheckpointError as error:
+            where = redact(run.services[0].storage.location)
+            logger.warning("step %d stays at %s for now: %s", step, where, error)
+            run.drains.undecided(step, error)
+            return False
+        for each in run.services[1:]:
+            # This comes after the commit, which does not wait for a place that is away: that place
+            # gets its notes with a later step.
+            with contextlib.suppress(StorageError):
+                await each.root.begin()
+        return True
+
+
+class MemoryHooks(RunHooks):
+    """What a run does beside its snapshots."""
+
+    def __init__(self, run: Callable[[], TieredService]) -> None:
+        """Take part at the memory; `run` returns the service of all places."""
+        self._run = run
+
+    async def before_save(self, step: int) -> None:
+        # All processes of a job open the memory together.
+        await self._run().open()
+        if memory := self._run().memory:
+            await memory.remove_later_snapshots(step)
+
+    async def before_retention(self, step: int) -> bool:
+        memory = self._run().memory
+        return memory is None or await memory.copied(step)

@@ -96,8 +96,6 @@ class TierDrains:
         # Steps that the agent did not copy at its end, including those that only then were to go
         # on.
         self._left: tuple[int, ...] = ()
-        for leg, service in enumerate(self._services):
-            service.root.retention.protected_steps = partial(self._waiting, leg)
 
     async def open(self) -> None:
         """Tell the agent about steps that earlier runs have left to be copied."""
@@ -203,19 +201,16 @@ class TierDrains:
         if not wanted:
             self._end_waits(number, "the policy drain= of its tier does not want it there")
 
-    def _waiting(self, leg: int) -> set[int]:
+    def waiting(self, leg: int) -> set[int]:
         """Return the steps that the next place is to get; called by the retention.
 
         The agent holds the steps that it copies, but it may not know a step yet, or may have ended.
-        Steps of saves under way are included: a step is there before its save knows it.
         """
         with self._guard:
-            pending, service = self._pending[leg], self._services[leg]
+            pending = self._pending[leg]
             # Of the unwanted steps, the newest goes on when the run ends.
             going = {n for n, each in pending.items() if each.is_wanted or n == max(pending)}
-            return going.union(
-                self._undecided[leg], self._failed[leg], self._left, service.saves.joined
-            )
+            return going.union(self._undecided[leg], self._failed[leg], self._left)
 
     def undecided(self, number: int, error: CheckpointError) -> None:
         """End the waits for a step of the nearest tier after a failed decision."""
@@ -247,7 +242,7 @@ class TierDrains:
         if message.outcome == "damaged":
             # This comes first: a waiter that hears of the failure may save at once.
             with contextlib.suppress(CheckpointError):
-                target.loop.submit(partial(self._distrust, leg, message.step)).future.result()
+                target.run.loop.submit(partial(self._distrust, leg, message.step)).future.result()
         with self._guard:
             is_newest = self._is_newest(message)
             if message.problem and not is_newest:
@@ -278,7 +273,7 @@ class TierDrains:
         if message.problem:
             return
         try:
-            target.loop.submit(partial(self._arrived, leg, message.step))
+            target.run.loop.submit(partial(self._arrived, leg, message.step))
         except CheckpointError:
             # The manager is closing; it tidies at the end.
             self.is_untidy = True
@@ -321,7 +316,7 @@ class TierDrains:
             end()
 
         try:
-            target.loop.submit(on_loop)
+            target.run.loop.submit(on_loop)
         except CheckpointError:
             # The loop is closing and takes no more calls.
             end()

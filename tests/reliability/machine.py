@@ -245,7 +245,7 @@ class Roots(RuleBasedStateMachine):
         if step in self.model:
             assert differences(state(self.model[step]), mgr.restore(step)) == []
             # A run that goes back leaves steps behind. That has tests of its own.
-            mgr._service.saves.history.begin_from(None, None, None)
+            mgr._service.saves.origin.begin_from(None, None, None)
             return
         try:
             mgr.restore(step)

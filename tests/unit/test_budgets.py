@@ -31,7 +31,7 @@ JOBS = (
 LINES = {
     "(jobs)": 3280,
     "(modules of the root)": 1541,
-    "_api": 977,
+    "_api": 975,
     # The right name for one that is unknown.
     "_api/hints": 84,
     "_calls": 767,
@@ -43,8 +43,8 @@ LINES = {
     "_plan": 3035,
     "_runtime": 646,
     "_runtime/jax_internals": 47,
-    "_steps": 4758,
-    "_tiers": 4829,
+    "_steps": 4753,
+    "_tiers": 4823,
     "_tree": 1470,
     "_vitals": 1300,
     "cli": 2248,
@@ -64,7 +64,7 @@ ORBAX_MODULE = 2_500
 BENCHMARKS = {"lines": 4000, "modules": 27}
 # A manager is opened, saves or restores three leaves, and is closed, in a new process.
 RUN = {
-    "save": {"functions": 550, "modules": 75, "imported": 114},
+    "save": {"functions": 547, "modules": 75, "imported": 114},
     "restore": {"functions": 379, "modules": 72, "imported": 129},
 }
 # Names of `ckpt._plan` that the modules of `ckpt._engine` import; attributes of modules count.

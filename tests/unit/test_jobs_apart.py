@@ -21,13 +21,13 @@ OWN_ROOMS = (
     "ckpt.testing",
 )
 # Questions "is this process alone, or which one of several is it?", by module. A number is lowered
-# with the question that goes; none is ever raised. In `_tiers.settings`, and once in
-# `_tiers.memory`, `peers` is a setting of the user.
+# with the question that goes; none is ever raised. In `_tiers.settings`, `peers` is a setting of
+# the user.
 QUESTIONS = {
     "ckpt._engine.save.pipeline": 1,
     "ckpt._steps.service": 1,
     "ckpt._tiers.factory": 3,
-    "ckpt._tiers.memory": 2,
+    "ckpt._tiers.memory": 1,
     "ckpt._tiers.peer_replication": 1,
     "ckpt._tiers.settings": 1,
     "ckpt._tiers.tier_drains": 1,

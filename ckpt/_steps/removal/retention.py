@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -36,6 +37,9 @@ from ckpt.keep._questions import SavedStep
 from ckpt.keep._ranking import Metric, rankings_in, value_of
 from ckpt.storage._base import HasDirectories, Storage
 from ckpt.storage._manifests import while_read
+
+if TYPE_CHECKING:
+    from ckpt._steps.root import RunHooks
 
 logger = logging.getLogger("ckpt")
 
@@ -98,6 +102,8 @@ class Retention:
         deletion: Deletion | None,
         observers: tuple[Observer, ...],
         now_ns: Callable[[], int],
+        hooks: Sequence[RunHooks] = (),
+        log_level: int = logging.INFO,
     ) -> None:
         """Keep the steps of `storage` that `policy` keeps.
 
@@ -108,6 +114,8 @@ class Retention:
             deletion: How the other steps are deleted; None (not given) removes them permanently.
             observers: Observers of every deletion.
             now_ns: Returns the time in Unix nanoseconds.
+            hooks: Features that protect steps.
+            log_level: Level of the line about each deletion.
         """
         self._storage = storage
         self._index = index
@@ -136,10 +144,8 @@ class Retention:
         self._now_ns = now_ns
         # The step that was acknowledged last, or None; set by the saves.
         self.newest: int | None = None
-        # Returns steps that stay, whatever the policy answers.
-        self.protected_steps: Callable[[], Collection[int]] = tuple
-        # Log level of the line about each deletion.
-        self.log_level = logging.INFO
+        self._hooks = hooks
+        self._log_level = log_level
         # Set on the engine's loop. Held during the deletions after a commit: the deletions of
         # several commits then stay within the wanted concurrency, and no step is deleted twice.
         self._preserving: anyio.Lock | None = None
@@ -219,8 +225,9 @@ class Retention:
             # Run in a thread, since the metric may be a function of the user's.
             await run_in_thread(self._say_unranked, steps)
         # A step that cannot be read now stays: missing knowledge is no reason to delete it.
-        always: set[int | None] = {self.newest, *self.protected_steps(), *self._notes.unread}
-        always |= self._latest(found)
+        always: set[int | None] = {self.newest, *self._notes.unread, *self._latest(found)}
+        for each in self._hooks:
+            always.update(each.protected())
         now = self._now_ns() / 1e9
         going = await run_in_thread(plan_deletions, self._policy, found, steps, now, always)
         if isinstance(self._policy, Mapping):
@@ -462,7 +469,7 @@ class Retention:
         if is_gone:
             where = "deleted" if trash is None else f"moved to {trash}:"
             seconds = time.perf_counter() - began
-            logger.log(self.log_level, "%s step %d in %.2f s", where, step, seconds)
+            logger.log(self._log_level, "%s step %d in %.2f s", where, step, seconds)
 
     @contextlib.asynccontextmanager
     async def _deletion(self, step: int) -> AsyncIterator[None]:

@@ -3,55 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol, SupportsIndex
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import anyio
 
 from ckpt._arguments import check_step
 from ckpt._runtime.futures import settled
-from ckpt._steps.saves.queue import SaveQueue
 from ckpt._steps.step_choice import RunStart
 from ckpt.errors import CommitTimeoutError, InvalidArgumentError, StepNotFoundError
 from ckpt.keep._questions import Requirement
 
-
-class _Reader(Protocol):
-    async def all_steps(self) -> list[int]: ...
-
-    async def start_of_run(self, wanted: Requirement | None) -> RunStart: ...
-
-    @property
-    def restore(self) -> Callable[..., Awaitable[Any]]: ...
+if TYPE_CHECKING:
+    from ckpt._steps.service import RootService
 
 
-class Service(Protocol):
-    """The service of a root, or of several places."""
-
-    @property
-    def saves(self) -> SaveQueue:
-        """The saves under way."""
-
-    @property
-    def reader(self) -> _Reader:
-        """The reader of committed steps."""
-
-
-async def restore(service: Service, step: SupportsIndex | None, *given: Any) -> Any:
+async def restore(service: RootService, step: SupportsIndex | None, *given: Any) -> Any:
     """Restore as `StepReader.restore` does, after the saves under way of `step`, or after all."""
     number = None if step is None else check_step(step)
     async with _after_saves(service, number):
         return await service.reader.restore(number, *given)
 
 
-async def start_of_run(service: Service, wanted: Requirement | None) -> RunStart:
+async def start_of_run(service: RootService, wanted: Requirement | None) -> RunStart:
     """Return the step from which the run begins or goes on, after all saves under way."""
     async with _after_saves(service, None):
         return await service.reader.start_of_run(wanted)
 
 
 @contextlib.asynccontextmanager
-async def _after_saves(service: Service, step: int | None) -> AsyncIterator[None]:
+async def _after_saves(service: RootService, step: int | None) -> AsyncIterator[None]:
     """Wait for the save of `step`, or for all, and run the body, which reads.
 
     Raises:

@@ -32,8 +32,6 @@ from msgspec import Struct
 
 from ckpt._arguments import check_step
 from ckpt._format.manifest import Manifest
-from ckpt._format.manifest_head import Parent
-from ckpt._steps.restore_options import RestoredState
 from ckpt._steps.root import Root
 from ckpt._steps.saves.commits import SaveRun
 from ckpt.errors import CheckpointError, InvalidArgumentError
@@ -348,20 +346,10 @@ def _service_is_off() -> InvalidArgumentError:
 
 
 class SaveHistory:
-    """The saves of one manager over time. Used on the engine's loop.
-
-    Attributes:
-        parent: The checkpoint that the run began from, which its steps name; None for a run that
-            began from scratch.
-        restored: The step that was restored last, where the run went on or went back to.
-        state: The state that this restore returned, if it was the whole step.
-    """
+    """The saves of one root over time. Used on the engine's loop."""
 
     def __init__(self, now_ns: Callable[[], int], preemption: Preemption) -> None:
         """Make an empty history; `now_ns` returns Unix nanoseconds."""
-        self.parent: Parent | None = None
-        self.restored: int | None = None
-        self.state: RestoredState | None = None
         self._now_ns = now_ns
         self._preemption = preemption
         self._pace = OverheadEstimate()
@@ -370,13 +358,6 @@ class SaveHistory:
         self._last_time: float | None = None
         # The save at preemption, unless it has failed.
         self._final: SaveRun | None = None
-
-    def begin_from(
-        self, parent: Parent | None, restored: int | None, state: RestoredState | None
-    ) -> None:
-        """Record the checkpoint that the run began from, and its own step that was restored."""
-        self.parent = parent or self.parent
-        self.restored, self.state = restored, state
 
     def context(self, step: int) -> SaveContext:
         """Return the context in which a policy decides about saving `step`."""

@@ -203,14 +203,14 @@ class OpenSave(SaveRun):
     async def run(self) -> None:
         """Run the save to its end, on the engine's loop."""
         saves, root, processes = self._saves, self._saves.root, self._processes
-        request = replace(self.request, parent=saves.history.parent)
+        request = replace(self.request, parent=saves.origin.parent)
         step = check_step(request.step)
         calls = self._calls = SaveCalls()
         try:
             async with self.ending(saves.engine.observers, lambda: saves.newest):
                 await processes.heed(lambda: saves.commits.take_before(step), in_doubt=False)
                 await root.open()
-                request, others, _ = await clear_name(root, saves.history, request)
+                request, others, _ = await clear_name(root, saves.origin, request)
                 await root.begin()
                 self.returned.set_result(None)
                 request = await with_plain_metrics(request)

@@ -23,16 +23,17 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import anyio
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckpt._arguments import check_step
-from ckpt._commit import Commit, StepInfo, step_info
+from ckpt._commit import Commit, step_info
 from ckpt._engine.engine import Engine
 from ckpt._engine.save.pipeline import save_step
 from ckpt._engine.save.save_request import SaveCall, SaveCalls, SaveRequest, step_exists, time_limit
@@ -42,6 +43,8 @@ from ckpt._format.manifest_head import save_id
 from ckpt._redaction import redact
 from ckpt._runtime.loop import EngineLoop, Job
 from ckpt._settings import IfExists
+from ckpt._steps.index import StepIndex
+from ckpt._steps.restore_options import RunOrigin
 from ckpt._steps.root import Root
 from ckpt._steps.saves.commits import Backlog, OpenCommits, SaveRun
 from ckpt._steps.saves.history import Preemption, SaveHistory
@@ -66,6 +69,24 @@ LONG_WAIT_SECONDS = 60.0
 Refuse = Callable[[StorageError | None], Awaitable[str | None]]
 
 
+class Run(Struct, frozen=True):
+    """What the services of all places of a run share.
+
+    Attributes:
+        loop: Runs their coroutines.
+        preemption: The notice that the run is to end.
+        commits: The commits of all saves.
+        origin: What the run goes on from.
+        places: The indices of the places, if there are several.
+    """
+
+    loop: EngineLoop
+    preemption: Preemption
+    commits: OpenCommits
+    origin: RunOrigin = field(default_factory=RunOrigin)
+    places: Collection[StepIndex] = ()
+
+
 class SaveQueue:
     """The saves of one root. Its coroutines run on the engine's loop.
 
@@ -73,36 +94,19 @@ class SaveQueue:
     interpreter exit, even if the manager was dropped without being closed.
     """
 
-    def __init__(
-        self,
-        loop: EngineLoop,
-        root: Root,
-        engine: Engine,
-        preemption: Preemption,
-        commits: OpenCommits,
-    ) -> None:
-        """Save to `root`, together with the other processes of the job.
-
-        Failures are reported through `commits`.
-        """
-        self.loop = loop
+    def __init__(self, run: Run, root: Root, engine: Engine) -> None:
+        """Save to `root`, together with the other processes of the job."""
+        self.loop: EngineLoop = run.loop
         self.root = root
         self.engine = engine
         self._exit_seconds = root.options.timeouts.exit
         self.restore_seconds: float = root.options.timeouts.restore
         self._policy = engine.staging.backlog
-        self._preemption = preemption
+        self._preemption = run.preemption
         # Set on the engine's loop.
         self._backlog: Backlog | None = None
-        # Called for each committed step, with the id of its save.
-        self.on_committed: Callable[[StepInfo, str, Commit], None] = lambda *_: None
-        # True if steps are copied on from this root: a commit counts as "in the root" only later.
-        self.has_next_tier = False
-        # Awaited at the beginning of each save, in all processes of a job.
-        self.prepare: Callable[[int], Awaitable[None]] = _ready
-        # Asked before steps are deleted after a commit.
-        self.before_retention: Callable[[int], Awaitable[bool]] = _always
-        self.commits = commits
+        self.commits: OpenCommits = run.commits
+        self.origin: RunOrigin = run.origin
         # A function for each open partial save that gives it up, with the step of the save: without
         # it, closing would wait for the next part forever.
         self._open: dict[Callable[[str], None], int] = {}
@@ -110,7 +114,7 @@ class SaveQueue:
         # Events, set when the deletions after a commit have ended; the next save does not wait for
         # them.
         self._cleaning_up: list[anyio.Event] = []
-        self.history: SaveHistory = SaveHistory(engine.now_ns, preemption)
+        self.history: SaveHistory = SaveHistory(engine.now_ns, run.preemption)
 
     @property
     def saving(self) -> list[int]:
@@ -213,7 +217,7 @@ class SaveQueue:
         hooks, storage = run.hooks, self.root.storage
         step = check_step(run.step)
         logger.debug("saving step %s of %s", step, redact(storage.location))
-        request = replace(run.request, parent=self.history.parent)
+        request = replace(run.request, parent=self.origin.parent)
         # This line comes before the first await, because it takes the turn of this call. Turns are
         # counted by step, so that an extra or missing call in one process harms no other step.
         processes = self.root.processes.save(_kind_of(request.step_dir), _save_title(step))
@@ -252,8 +256,9 @@ class SaveQueue:
                             in_doubt=not made_first and self.commits.are_in_doubt(hooks),
                         )
                         run.is_heeded = True
-                        async with processes.busy():
-                            await self.prepare(step)
+                        for one in self.root.hooks:
+                            async with processes.busy():
+                                await one.before_save(step)
                         with time_limit(request.timeout, hooks):
                             run.give_up = scope.cancel
                             refusal = await self._decide(force, run, processes, refuse)
@@ -358,7 +363,7 @@ class SaveQueue:
             ):
                 # The run goes back behind steps that are not committed yet, or repeats one.
                 await backlog.first(run)
-            clear = partial(clear_name, root, self.history)
+            clear = partial(clear_name, root, self.origin)
             cleared = await processes.cleared(root.storage, request, clear)
             request, others, run.waits_for_end = cleared
             return await with_plain_metrics(request), others
@@ -417,10 +422,12 @@ class SaveQueue:
                 self.root.retention.newest = manifest.step
                 self.history.committed(manifest)
                 save = save_id(manifest.save, manifest.created_ns)
-                self.on_committed(info, save, hooks.commit)
+                in_root = True
+                for one in self.root.hooks:
+                    in_root = one.committed(info, save, hooks.commit) and in_root
                 # Observers first: once the commit is done, the line is written, the bar is gone.
                 run.recorder.end(run.began_ns, "ok", nbytes=info.nbytes)
-                hooks.finish(info, in_root=not self.has_next_tier)
+                hooks.finish(info, in_root=in_root)
             kept = ""
             if run.kept_seconds is not None:
                 run.recorder.preempted(run.kept_seconds)
@@ -441,8 +448,10 @@ class SaveQueue:
             run.cleaned_up.set()
 
     async def _clean_up(self, step: int) -> None:
-        if await self.before_retention(step):
-            await self.root.preserve(step)
+        for one in self.root.hooks:
+            if not await one.before_retention(step):
+                return
+        await self.root.preserve(step)
 
     async def idle(self) -> None:
         """Wait until every save that was started has ended, and the deletions after it."""
@@ -482,14 +491,6 @@ class SaveQueue:
         """Finish saves under way at interpreter exit; see `OpenCommits.finish_at_exit`."""
         if not self.loop.is_forked:
             self.commits.finish_at_exit(self.close, self._exit_seconds)
-
-
-async def _ready(step: int) -> None:
-    pass
-
-
-async def _always(step: int) -> bool:
-    return True
 
 
 def _kind_of(step_dir: str) -> str:

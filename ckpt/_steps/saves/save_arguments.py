@@ -26,8 +26,8 @@ from ckpt.storage._base import HasDirectories, Storage
 from ckpt.storage._local.attempts import MARKS
 
 if TYPE_CHECKING:
+    from ckpt._steps.restore_options import RunOrigin
     from ckpt._steps.root import Root
-    from ckpt._steps.saves.history import SaveHistory
 
 logger = logging.getLogger("ckpt")
 
@@ -116,7 +116,7 @@ async def with_plain_metrics(request: SaveRequest) -> SaveRequest:
 
 
 async def clear_name(
-    root: Root, history: SaveHistory, request: SaveRequest
+    root: Root, origin: RunOrigin, request: SaveRequest
 ) -> tuple[SaveRequest, list[str], bool]:
     """Make way for a save in a root; called by the process that publishes the save.
 
@@ -129,10 +129,10 @@ async def clear_name(
         SaveSkippedError: As for `clear_target`.
     """
     others = await root.other_step_dirs(check_step(request.step))
-    request = await root.branched(request, history.restored)
+    request = await root.branched(request, origin.restored)
 
     async def is_restored(step_dir: str) -> bool:
-        state, there = history.state, await root.index.look(step_dir)
+        state, there = origin.state, await root.index.look(step_dir)
         return (
             state is not None
             and there is not None

@@ -296,7 +296,7 @@ def test_closing_waits_for_one_that_is_finalized(tmp_path: Path) -> None:
         while "finalized" not in repr(part):
             os.sched_yield()
         ends[1].start()
-        while not mgr._service.loop.closed:
+        while not mgr._service.run.loop.closed:
             os.sched_yield()
         held.set()
         for end in ends:

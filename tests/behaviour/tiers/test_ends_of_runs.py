@@ -222,7 +222,7 @@ def test_a_step_that_its_save_has_just_published_stays(
             assert is_there.wait(PATIENCE_S)
             # As when a drain ends at this moment.
             service: Any = mgr._service
-            mgr._loop.call(service._tidy, service._services)
+            mgr._loop.call(service._tidy, service.services)
             assert there(tmp_path, at=at) == [5, 10, 11]
         finally:
             goes_on.set()
@@ -239,7 +239,7 @@ def test_a_place_that_cannot_be_listed_is_named_once(
         (tmp_path / "root").write_text("in the way")
         service: Any = mgr._service
         for _ in range(2):
-            mgr._loop.call(service._tidy, service._services)
+            mgr._loop.call(service._tidy, service.services)
         (tmp_path / "root").unlink()
         (tmp_path / "away").rename(tmp_path / "root")
     (said,) = [each for each in caplog.records if "what is not kept there" in each.getMessage()]

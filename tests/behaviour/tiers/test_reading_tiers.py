@@ -101,7 +101,7 @@ def test_a_snapshot_that_is_replaced_while_it_is_looked_at(
 ) -> None:
     with manager(tmp_path / "run", memory) as mgr:
         mgr.snapshot(1, state_of(1)).result()
-        reader = mgr._service._memory.service.reader  # type: ignore[attr-defined]
+        reader = mgr._service.memory.service.reader  # type: ignore[attr-defined]
         look, looks = getattr(reader, method), []
 
         async def replaced(step: int, *args: Any) -> Any:

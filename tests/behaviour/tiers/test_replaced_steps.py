@@ -80,10 +80,10 @@ def test_the_outcome_of_a_replaced_save_is_not_that_of_the_new_one(
                 commits[-1].result(PATIENCE_S)
                 saves.append(saved_at(tmp_path / "disk" / "4"))
             gone = TransferResult(4, "deleted", reason="it is gone", save=saves[0])
-            service._drains.heard(gone)  # type: ignore[attr-defined]
+            service.drains.heard(gone)  # type: ignore[attr-defined]
             assert not any(each.in_root.done() for each in commits)
             arrived_late = TransferResult(4, "copied", save=saves[0])
-            service._drains.heard(arrived_late)  # type: ignore[attr-defined]
+            service.drains.heard(arrived_late)  # type: ignore[attr-defined]
             assert [each.in_root.done() for each in commits] == [True, False]
         finally:
             os.kill(agent, signal.SIGCONT)

@@ -88,7 +88,7 @@ def test_steps_that_stay_do_not_add_up(tmp_path: Path) -> None:
         for step in range(1, 12):
             mgr.save(step, {"w": step}).result()
         mgr.wait_until_finished()
-        assert len(mgr._service._drains.greeting()) == 1  # type: ignore[attr-defined]
+        assert len(mgr._service.drains.greeting()) == 1  # type: ignore[attr-defined]
     with ckpt.sync.CheckpointManager(tmp_path / "root") as plain:
         assert plain.all_steps() == [11]
 
