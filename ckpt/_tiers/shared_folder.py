@@ -113,12 +113,8 @@ class SharedFolder:
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(_PRIVATE)
             _check_ours(folder)
-        fd = os.open(
-            self.path / _OWNER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-        )
+        fd = _locked(self.path, os.O_CREAT)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _check_there(self.path, fd)
             return self._begin(fd, note)
         finally:
             os.close(fd)
@@ -190,14 +186,8 @@ def take_abandoned(path: Path) -> SharedFolder | None:
     """Own a folder whose process has died; None if another process owns it now, or it is gone."""
     folder = SharedFolder(path)
     try:
-        fd = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = _locked(path)
     except OSError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _check_there(path, fd)
-    except OSError:
-        os.close(fd)
         return None
     folder._fd, folder.note = fd, _read(fd)
     return folder
@@ -262,10 +252,17 @@ def _check_ours(folder: Path) -> None:
         raise _unusable(folder, f"others may enter it ({stat.filemode(status.st_mode)})")
 
 
-def _check_there(path: Path, fd: int) -> None:
-    """Raise if the locked file was removed: another process owns the folder."""
-    if not os.path.samestat(os.fstat(fd), os.stat(path / _OWNER)):
-        raise FileNotFoundError(errno.ENOENT, "it was removed just now")
+def _locked(path: Path, flags: int = 0) -> int:
+    """Open and lock the note of an owner; raise if another process owns the folder."""
+    fd = os.open(path / _OWNER, os.O_RDWR | flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(fd), os.stat(path / _OWNER)):
+            raise FileNotFoundError(errno.ENOENT, "it was removed just now")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _put_note(path: Path, note: dict[str, object]) -> int:

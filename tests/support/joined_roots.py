@@ -18,7 +18,7 @@ from ckpt._tiers.drains import join_notes
 from ckpt._tiers.drains.drain import DrainResult
 from ckpt._tiers.drains.drainer import Drainer, DrainRoute, draining
 from ckpt._tiers.drains.join_notes import PARTS, STATES
-from ckpt._tiers.drains.leader import part_transfer
+from ckpt._tiers.drains.leader import transfer_of
 from ckpt.storage._manifests import read_manifest
 from ckpt.storage._resolve import open_root
 from ckpt.testing.compare import differences
@@ -143,7 +143,7 @@ class Agents:
     async def agent(self, process: int, **options: Any) -> AsyncIterator[Drainer]:
         """Be the agent of a process while the body runs; it dies with the body."""
         route = DrainRoute(open_root(self.parts[process]), open_root(self.far))
-        strategy = part_transfer(process, len(self.parts))
+        strategy = transfer_of(process, len(self.parts))
         async with draining(
             route, self.told[process].append, strategy=strategy, **options
         ) as drainer:

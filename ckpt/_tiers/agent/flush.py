@@ -24,7 +24,7 @@ from ckpt._tiers.agent.messages import FlushResult
 from ckpt._tiers.drains.drain import DrainResult
 from ckpt._tiers.drains.drainer import Drainer, DrainRoute, StepNameTable, draining
 from ckpt._tiers.drains.join_notes import OFFER_SIGN_SECONDS, SnapshotOffers
-from ckpt._tiers.drains.leader import part_transfer
+from ckpt._tiers.drains.leader import transfer_of
 from ckpt._tiers.peers.parts import STEPS, snapshots_in
 from ckpt._tiers.shared_folder import FLUSHING
 from ckpt.errors import (
@@ -150,7 +150,7 @@ async def flush_of_job(
         async with draining(
             DrainRoute(LocalStorage(flush.own, Timeouts()), target, flush.names),
             flush.note_result,
-            strategy=part_transfer(part.process, part.count),
+            strategy=transfer_of(part.process, part.count),
         ) as drainer:
             with anyio.move_on_after(seconds):
                 await flush.run(drainer)

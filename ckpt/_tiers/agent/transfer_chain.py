@@ -17,14 +17,8 @@ from ckpt._tiers.agent.messages import (
     place_of_json,
 )
 from ckpt._tiers.drains.drain import DrainResult
-from ckpt._tiers.drains.drainer import (
-    Drainer,
-    DrainRoute,
-    StepNameTable,
-    WholeStepTransfer,
-    draining,
-)
-from ckpt._tiers.drains.leader import part_transfer
+from ckpt._tiers.drains.drainer import Drainer, DrainRoute, StepNameTable, draining
+from ckpt._tiers.drains.leader import transfer_of
 from ckpt.errors import StorageError
 from ckpt.storage._resolve import open_root
 
@@ -105,9 +99,7 @@ async def open_chain(
                     partial(found._note_result, number),
                     bytes_per_second=leg.bytes_per_second,
                     most_waiting=leg.most_waiting,
-                    strategy=WholeStepTransfer
-                    if leg.process[1] == 1
-                    else part_transfer(*leg.process),
+                    strategy=transfer_of(*leg.process),
                 )
             )
             found._drainers.append(drainer)

@@ -2,7 +2,7 @@
 
 It begins an ordinary attempt and announces it. While it copies its own files into it, the agents of
 the other parts do the same. Once all have reported, the step is an attempt like any other.
-`part_transfer` makes a leader, or a follower, for a drainer.
+`transfer_of` makes a leader, or a follower, for a drainer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckpt._runtime.futures import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tiers.drains import join_notes as times
 from ckpt._tiers.drains.drain import DrainBacklog, DrainResult
-from ckpt._tiers.drains.drainer import DrainRoute, MakeStrategy, TransferStrategy
+from ckpt._tiers.drains.drainer import DrainRoute, MakeStrategy, TransferStrategy, WholeStepTransfer
 from ckpt._tiers.drains.follower import Follower
 from ckpt._tiers.drains.join_notes import (
     JoinEndedError,
@@ -322,8 +322,8 @@ async def _target_state(save: str, target: StepLocation) -> str:
     return "there" if await has_files(found, target) else "damaged"
 
 
-def part_transfer(process: int, count: int) -> MakeStrategy:
-    """Return the strategy that joins the parts of steps, for `draining`.
+def transfer_of(process: int, count: int) -> MakeStrategy:
+    """Return the strategy for the steps of one process, for `draining`: several join their parts.
 
     Args:
         process: The number of the process whose disk is drained.
@@ -331,13 +331,15 @@ def part_transfer(process: int, count: int) -> MakeStrategy:
 
     Example:
         ```python
-        async with draining(DrainRoute(disk, root), print, strategy=part_transfer(1, 4)) as drainer:
+        async with draining(DrainRoute(disk, root), print, strategy=transfer_of(1, 4)) as drainer:
             await drainer.request(100)
             late = await drainer.finish(seconds=30)
         ```
     """
 
     def make(route: DrainRoute, pace: Pace) -> TransferStrategy:
+        if count == 1:
+            return WholeStepTransfer(route, pace)
         if process == 0:
             return Leader(route, pace, count)
         return Follower(route, pace, process, count)

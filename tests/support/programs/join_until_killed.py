@@ -14,7 +14,7 @@ import anyio
 from ckpt._tiers.drains import join_notes
 from ckpt._tiers.drains.drain import DrainResult
 from ckpt._tiers.drains.drainer import DrainRoute, draining
-from ckpt._tiers.drains.leader import part_transfer
+from ckpt._tiers.drains.leader import transfer_of
 from ckpt.storage._resolve import open_root
 
 near, far = sys.argv[1:3]
@@ -36,7 +36,7 @@ def told(drained: DrainResult) -> None:
 
 async def main() -> None:
     route = DrainRoute(open_root(near), open_root(far))
-    strategy = part_transfer(process, count)
+    strategy = transfer_of(process, count)
     async with draining(
         route, told, bytes_per_second=BYTES_PER_SECOND, strategy=strategy
     ) as drainer:

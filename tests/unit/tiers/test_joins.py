@@ -27,7 +27,7 @@ from ckpt._tiers.drains.drain import DrainBacklog, DrainResult
 from ckpt._tiers.drains.drainer import DrainRoute, draining
 from ckpt._tiers.drains.follower import Follower
 from ckpt._tiers.drains.join_notes import PARTS, STATES, JoinNotes, save_at
-from ckpt._tiers.drains.leader import part_transfer
+from ckpt._tiers.drains.leader import transfer_of
 from ckpt.storage._manifests import read_manifest
 from ckpt.storage._resolve import open_root
 from tests.support.drained_roots import attempts
@@ -466,7 +466,7 @@ def test_an_end_is_noted_though_the_leader_is_left_at_once(agents: Agents) -> No
             def told(drained: DrainResult) -> None:
                 scope.cancel()
 
-            async with draining(route, told, strategy=part_transfer(0, 3)) as drainer:
+            async with draining(route, told, strategy=transfer_of(0, 3)) as drainer:
                 await drainer.request(3)
                 await anyio.sleep_forever()
 
