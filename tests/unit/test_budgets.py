@@ -44,7 +44,7 @@ LINES = {
     "_runtime": 646,
     "_runtime/jax_internals": 47,
     "_steps": 4753,
-    "_tiers": 4814,
+    "_tiers": 4795,
     "_tree": 1470,
     "_vitals": 1300,
     "cli": 2248,

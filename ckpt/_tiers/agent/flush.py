@@ -6,37 +6,26 @@ of process 0 leads the newest snapshot that all of them have.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import time
 from pathlib import Path
 
 import anyio
 from msgspec import Struct
 
-from ckpt._conversion.copies.selection import everything
-from ckpt._conversion.copies.step_copy import ByteCounter, StepCopier
-from ckpt._conversion.copies.step_location import StepLocation, is_copy
+from ckpt._conversion.copies.step_location import StepLocation
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import Timeouts
 from ckpt._tiers.agent.messages import FlushResult
-from ckpt._tiers.drains.drain import DrainResult
+from ckpt._tiers.drains.drain import DrainResult, drain_step
 from ckpt._tiers.drains.drainer import Drainer, DrainRoute, StepNameTable, draining
 from ckpt._tiers.drains.join_notes import OFFER_SIGN_SECONDS, SnapshotOffers
 from ckpt._tiers.drains.leader import transfer_of
 from ckpt._tiers.peers.parts import STEPS, snapshots_in
 from ckpt._tiers.shared_folder import FLUSHING
-from ckpt.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    NotACheckpointError,
-    StorageError,
-    UnsupportedFormatError,
-)
+from ckpt.errors import CheckpointError, StorageError
 from ckpt.storage._base import Storage
 from ckpt.storage._local.storage import LocalStorage
-from ckpt.storage._manifests import note_branch, read_manifest
 
 _LOOK_SECONDS = 0.5
 
@@ -52,7 +41,7 @@ async def flush(folder: Path, target: Storage, after: int) -> FlushResult | None
     Returns:
         The outcome; None if there is nothing to write.
 
-    Cancellation: nothing is left half written.
+    Cancellation: nothing of the step is visible, unless it was just being published.
     """
     problem: FlushResult | None = None
     tried: set[str] = set()
@@ -65,24 +54,25 @@ async def flush(folder: Path, target: Storage, after: int) -> FlushResult | None
         step, step_dir = left[0].step, left[0].step_dir
         tried.add(step_dir)
         own = folder / f"{FLUSHING}{os.getpid()}"
-        began = time.monotonic()
         try:
             if not await run_in_thread(link_step, folder / STEPS / step_dir, own / step_dir):
                 tried.discard(step_dir)
                 continue
             source = StepLocation(LocalStorage(own, Timeouts()), step_dir)
-            nbytes = await _write(source, StepLocation(target, step_dir))
-            passed_over = "" if problem is None else problem.problem
-            seconds = time.monotonic() - began
-            return FlushResult(step, seconds, nbytes, passed_over=passed_over)
-        except (CorruptCheckpointError, NotACheckpointError, UnsupportedFormatError) as error:
-            # An older snapshot may be whole; the fault of the newest is reported.
-            problem = problem or FlushResult(step, problem=str(error))
+            await target.prepare()
+            done = await drain_step(step, source, StepLocation(target, step_dir))
         except CheckpointError as error:
             # The snapshot is whole; it is written once the root can be reached.
             return FlushResult(step, problem=str(error))
         finally:
             await run_in_thread(shutil.rmtree, own, True)
+        why = f"step {step}: {done.problem}" if done.problem else ""
+        if done.outcome in ("damaged", "deleted"):
+            # An older snapshot may be whole; the fault of the newest is reported.
+            problem = problem or FlushResult(step, problem=why)
+            continue
+        passed_over = "" if problem is None else problem.problem
+        return FlushResult(step, done.seconds, done.nbytes, why, passed_over)
 
 
 def link_step(source: Path, target: Path) -> bool:
@@ -95,19 +85,6 @@ def link_step(source: Path, target: Path) -> bool:
             raise
         return False
     return True
-
-
-async def _write(source: StepLocation, target: StepLocation) -> int:
-    """Write a step unless it is there already; return how many bytes were moved."""
-    manifest = await read_manifest(source.storage, source.name)
-    await target.storage.prepare()
-    await note_branch(target.storage, manifest.left_behind)
-    # The copy moves a damaged step aside.
-    with contextlib.suppress(NotACheckpointError, CorruptCheckpointError):
-        if is_copy(manifest, await read_manifest(target.storage, target.name)):
-            return 0
-    with contextlib.closing(StepCopier(ByteCounter())) as copier:
-        return await copier.copy(source, manifest, everything(manifest), target, overwrite=False)
 
 
 class JobPart(Struct, frozen=True):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
+import numpy as np
 import pytest
 
 import ckpt
@@ -246,3 +247,16 @@ def test_a_step_of_another_run_in_its_place_is_never_replaced(tmp_path: Path, me
     assert "exists" in done.problem
     with contextlib.suppress(CheckpointError), ckpt.sync.CheckpointManager(root) as mgr:
         assert mgr.restore(5) == {"other": 1}
+
+
+def test_a_copy_at_the_root_that_lacks_files_is_written_again(tmp_path: Path, memory: Path) -> None:
+    root, state = tmp_path / "run", {"w": np.arange(100_000)}
+    with ckpt.sync.CheckpointManager(memory / "steps") as mgr:
+        mgr.save(5, state).result()
+    for _ in range(2):
+        done = anyio.run(flush, memory, LocalStorage(root, Timeouts()), -1)
+        assert done is not None
+        assert (done.step, done.problem, done.nbytes > 0) == (5, "", True)
+        with ckpt.sync.CheckpointManager(root) as mgr:
+            np.testing.assert_array_equal(mgr.restore(5)["w"], state["w"])
+        max((root / "5").rglob("*"), key=lambda path: path.stat().st_size).unlink()
