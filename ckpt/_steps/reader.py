@@ -5,14 +5,14 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpt._arguments import check_step, shown
 from ckpt._engine.engine import Engine, base_of_restored
 from ckpt._events import EventRecorder
-from ckpt._format.manifest import JsonValue, Manifest
+from ckpt._format.manifest import Manifest
 from ckpt._format.manifest_head import Parent, is_same_save
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
@@ -40,7 +40,7 @@ from ckpt.storage._manifests import refuse_deleted
 from ckpt.storage._resolve import PathLike, open_step_dir
 
 if TYPE_CHECKING:
-    from ckpt._engine.restore.step_files import Elsewhere, OtherCopies, StepCopy
+    from ckpt._engine.restore.step_files import Elsewhere, OtherCopies
     from ckpt._engine.verify.report import VerifyReport
     from ckpt._steps.restore_options import RestoreOptions
     from ckpt._steps.step_metadata import StepMetadata
@@ -78,15 +78,6 @@ class StepReader:
         latest = await self._processes.steps.latest()
         return None if latest is None else latest.step
 
-    async def agreed(self, look: Callable[[], Awaitable[Iterable[int]]]) -> list[int]:
-        """Return the steps that `look` finds, the same in all processes of a job."""
-
-        async def act() -> list[JsonValue]:
-            return list(await look())
-
-        found: Any = await self._processes.decided("tiers", "which steps there are", act)
-        return [check_step(step) for step in found]
-
     async def best_step(self, metric: Metric | None, mode: Mode | None) -> int | None:
         """Return the step with the best metric, or None; see the managers."""
         steps = list((await self.saved_steps()).values())
@@ -106,31 +97,6 @@ class StepReader:
         opened = await self._processes.steps.found(step)
         path = f"{self._storage.location}/{opened.step_dir}"
         return await run_in_thread(describe_step, opened.manifest, path)
-
-    async def manifest(self, step: int) -> Manifest:
-        return (await self._processes.steps.found(step)).manifest
-
-    @property
-    def damaged(self) -> list[int]:
-        """Steps with missing or too short files, as far as listing has shown.
-
-        Empty in a job: the processes must not act on what only one of them has seen.
-        """
-        damaged = [each.step for each in self._index.unreadable if each.kind == "damaged"]
-        return self._processes.found_here(damaged)
-
-    async def copy(self, step: int) -> StepCopy | None:
-        """Return `step` as another copy of a step that is restored elsewhere; None if it is none.
-
-        A step of another library is none.
-        """
-        from ckpt._engine.restore.step_files import StepCopy, files_of
-
-        opened = await self._index.found(step)
-        if opened.foreign is not None:
-            return None
-        files = files_of(self._storage, opened.step_dir, opened.manifest)
-        return StepCopy(redact(self._storage.location), opened.manifest, files)
 
     async def start_of_run(self, wanted: Requirement | None) -> RunStart:
         """Return how the run begins or goes on; see `StepChoice`."""
@@ -254,7 +220,7 @@ class StepReader:
             step = chosen
             try:
                 return await self.load(chosen, options, caller, latest)
-            except (StepDeletedError, StepNotFoundError):
+            except StepNotFoundError:
                 # The step was deleted or replaced after the choice: choose again.
                 gone += 1
                 if chosen is None or gone == _LATEST_TRIES:

@@ -13,9 +13,9 @@ from msgspec import Struct
 
 from ckpt._arguments import check_step
 from ckpt._conversion.copies.step_location import holds_the_same
-from ckpt._engine.restore.step_files import Elsewhere, StepCopy
+from ckpt._engine.restore.step_files import Elsewhere, StepCopy, files_of
 from ckpt._engine.verify.report import VerifyReport
-from ckpt._format.manifest import Manifest
+from ckpt._format.manifest import JsonValue, Manifest
 from ckpt._redaction import redact
 from ckpt._runtime.futures import CallingThread
 from ckpt._runtime.threads import run_in_thread
@@ -30,7 +30,6 @@ from ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
     ItemDroppedError,
-    StepDeletedError,
     StepNotFoundError,
     StorageError,
 )
@@ -89,8 +88,8 @@ class TieredReader(StepReader):
         places: list[_Place] = []
         for number, tier in enumerate(tiers):
             try:
-                steps = await tier.reader.agreed(partial(look, tier.reader))
-                behind = await tier.reader.agreed(tier.reader.choice.left_behind) if ranks else ()
+                steps = await _agreed(tier, partial(look, tier.reader))
+                behind = await _agreed(tier, tier.reader.choice.left_behind) if ranks else ()
                 places += [_Place(step, number, tier, is_behind=step in behind) for step in steps]
             except StorageError as error:
                 if tier is self._last:
@@ -264,7 +263,7 @@ class TieredReader(StepReader):
             reader, elsewhere = place.tier.reader, partial(_copies_elsewhere, same, place)
             try:
                 return await reader.load(place.step, options, caller, elsewhere=elsewhere)
-            except (StepDeletedError, StepNotFoundError) as error:
+            except StepNotFoundError as error:
                 gone += 1
                 first = first or error
                 if gone == _MOST_GONE:
@@ -316,6 +315,39 @@ class TieredReader(StepReader):
         return healthy
 
 
+async def _agreed(tier: RootService, look: Callable[[], Awaitable[Iterable[int]]]) -> list[int]:
+    """Return the steps that `look` finds in a tier, the same in all processes of a job."""
+
+    async def act() -> list[JsonValue]:
+        return list(await look())
+
+    found: Any = await tier.root.processes.decided("tiers", "which steps there are", act)
+    return [check_step(step) for step in found]
+
+
+def _damaged(tier: RootService) -> list[int]:
+    """Return the steps with missing or too short files, as far as listing a tier has shown.
+
+    None in a job: the processes must not act on what only one of them has seen.
+    """
+    unreadable = tier.root.index.unreadable
+    damaged = [each.step for each in unreadable if each.kind == "damaged"]
+    return tier.root.processes.found_here(damaged)
+
+
+async def _copy_at(place: _Place) -> StepCopy | None:
+    """Return a step as another copy of one that is restored elsewhere.
+
+    None if it is none, such as a step of another library.
+    """
+    storage = place.tier.root.storage
+    opened = await place.tier.root.index.found(place.step)
+    if opened.foreign is not None:
+        return None
+    files = files_of(storage, opened.step_dir, opened.manifest)
+    return StepCopy(redact(storage.location), opened.manifest, files)
+
+
 async def _first_of(places: Sequence[_Place], look: _Look[T]) -> T:
     """Return the result of the nearest place; warn about each damaged or missing copy."""
     for place in places:
@@ -347,7 +379,7 @@ async def _saved_last(places: Sequence[_Place]) -> Mapping[_Place, bool]:
     for place in places:
         # An error is raised when the step is read.
         with contextlib.suppress(CheckpointError):
-            found[place] = await place.tier.reader.manifest(place.step)
+            found[place] = (await place.tier.root.processes.steps.found(place.step)).manifest
     if not found:
         return {}
     last = max(found.values(), key=lambda manifest: manifest.created_ns)
@@ -363,7 +395,7 @@ def _with_damaged(tiers: Sequence[RootService], places: Sequence[_Place]) -> lis
     damaged = [
         _Place(step, number, tier, lacks_files=True)
         for number, tier in enumerate(tiers)
-        if number not in known and step in tier.reader.damaged
+        if number not in known and step in _damaged(tier)
     ]
     return sorted([*places, *damaged], key=lambda place: place.number)
 
@@ -378,7 +410,7 @@ async def _copies_elsewhere(
             continue
         # Leave out a copy that cannot be read.
         with contextlib.suppress(CheckpointError):
-            copy = await place.tier.reader.copy(place.step)
+            copy = await _copy_at(place)
             if copy is not None and await run_in_thread(holds_the_same, manifest, copy.manifest):
                 found.append(copy)
     return found
