@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from ckpt.errors import InvalidArgumentError
 
 # Every shard of which a device takes the signs has a megabyte.
 SHAPE = (2048, 1024)
+# The same for those of which each device has all.
+WHOLE = (512, 512)
 # Arrays that are not packed, and can be cut into 2, 3, 4, 6 or 8 parts.
 SMALLER = (384, 432)
 MESHES: list[tuple[dict[str, int], PartitionSpec]] = [
@@ -69,6 +72,14 @@ def flipped(array: jax.Array, position: int, word: int = 70_000, bit: int = 9) -
 
 def numbers(seed: int = 0, shape: tuple[int, int] = SHAPE) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once() -> Iterator[None]:
+    """Managers compile their kernels, each for itself, which takes longer than all else here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_pass, "_compiled", functools.cache(device_pass._compiled))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +151,7 @@ def test_a_replica_with_one_other_bit_is_named_and_the_signs_are_those_of_the_fi
 def test_of_many_replicas_those_that_differ_from_most_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = put(numbers(), {"x": 8}, P())
+    good = put(numbers(shape=WHOLE), {"x": 8}, P())
     bad = flipped(flipped(good, 2), 6, bit=31)
     ckpt.sync.save(tmp_path / "a", {"bad": bad}, extensions=[ckpt.extensions.VitalSigns("device")])
     devices = [good.addressable_shards[each].device for each in (2, 6)]
@@ -148,7 +159,7 @@ def test_of_many_replicas_those_that_differ_from_most_are_named(
 
 
 def test_without_the_devices_replicas_are_not_compared(tmp_path: Path) -> None:
-    bad = flipped(put(numbers(), {"x": 8}, P()), 3)
+    bad = flipped(put(numbers(shape=WHOLE), {"x": 8}, P()), 3)
     for place in ("auto", "host"):
         signs = ckpt.extensions.VitalSigns(place)
         info = ckpt.sync.save(tmp_path / place, {"bad": bad}, extensions=[signs])
@@ -156,7 +167,8 @@ def test_without_the_devices_replicas_are_not_compared(tmp_path: Path) -> None:
 
 
 def test_replicas_that_differ_are_known_of_arrays_that_are_taken_over(tmp_path: Path) -> None:
-    good = put(numbers(), {"x": 8}, P())
+    # Large enough to be shared.
+    good = put(numbers(shape=(1024, 512)), {"x": 8}, P())
     bad = flipped(good, 3)
     with ckpt.sync.CheckpointManager(
         tmp_path, extensions=[ckpt.extensions.VitalSigns("device")]
@@ -191,7 +203,7 @@ def test_the_first_save_does_not_wait_for_kernels(
 ) -> None:
     # As if the devices were accelerators.
     monkeypatch.setattr(device_pass, "_is_in_device_memory", lambda leaf, on_cpus: True)
-    bad = flipped(put(numbers(), {"x": 8}, P()), 3)
+    bad = flipped(put(numbers(shape=WHOLE), {"x": 8}, P()), 3)
     with ckpt.sync.CheckpointManager(tmp_path, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         # The host takes the signs of the first. After it the kernel is compiled, and used as soon
         # as it is there.
@@ -205,7 +217,7 @@ def test_arrays_that_stay_the_same_are_compared_once_kernels_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_pass, "_is_in_device_memory", lambda leaf, on_cpus: True)
-    bad = flipped(put(numbers(), {"x": 8}, PartitionSpec()), 3)
+    bad = flipped(put(numbers(shape=WHOLE), {"x": 8}, PartitionSpec()), 3)
     with ckpt.sync.CheckpointManager(tmp_path, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
         found = (mgr.save(step, {"bad": bad}).result() for step in range(500))
         assert any(info.unequal_leaves == 1 for info in found)
@@ -301,7 +313,7 @@ def test_arrays_in_memory_of_the_host_are_left_to_it(
 
 
 def test_of_the_parts_of_a_save_the_leaf_that_drifted_is_named(tmp_path: Path) -> None:
-    good = put(numbers(), {"x": 8}, P())
+    good = put(numbers(shape=WHOLE), {"x": 8}, P())
     # The names of the whole tree are in another order than the parts.
     parts = {"z": flipped(good, 3)}, {"a": good}, {"m": good}
     with ckpt.sync.CheckpointManager(
