@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import tempfile
@@ -38,9 +39,14 @@ NAMES = st.sampled_from(sorted(SIZES))
 DAMAGES = st.sampled_from(["flip", "cut", "lose"])
 
 
+@functools.cache
+def numbers(name: str, version: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    random = np.random.default_rng([SIZES[name], version])
+    return random.standard_normal(SIZES[name]).astype(np.float32)
+
+
 def made(name: str, version: int) -> Any:
-    values = np.random.default_rng([SIZES[name], version]).standard_normal(SIZES[name])
-    return jnp.array(values.astype(np.float32))
+    return jnp.array(numbers(name, version))
 
 
 def state(version: int = 0) -> dict[str, Any]:
