@@ -291,13 +291,20 @@ def test_a_call_of_a_killed_agent_ends_or_is_made_again(tmp_path: Path, again: b
 def test_an_agent_that_does_not_answer_a_call_is_replaced(
     tmp_path: Path, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The agent that is started then has twenty signs of life for its answer.
-    monkeypatch.setattr(client, "ANSWER_SECONDS", 20.0 if again else 0.5)
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.5)
     with bare_agent(tmp_path) as agent:
         first = agent._process
         assert first is not None
+
+        def is_patient_with_the_next() -> None:
+            first.wait(PATIENCE_S)
+            monkeypatch.setattr(client, "ANSWER_SECONDS", 20.0)
+
+        ended = threading.Thread(target=is_patient_with_the_next)
+        ended.start()
         done = _asked_while_it_is_stopped(agent, again=again, is_killed=False)
-        assert first.wait(PATIENCE_S) == -signal.SIGKILL
+        ended.join()
+        assert first.returncode == -signal.SIGKILL
         assert done.problem == ("" if again else "its agent does not answer within 0 s")
 
 

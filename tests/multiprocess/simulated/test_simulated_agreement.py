@@ -227,7 +227,7 @@ def test_a_primary_that_moves_no_bytes_is_waited_for(name: str, path: str, tmp_p
 
     async def slowly(*args: Any) -> Any:
         if not path or path in args:
-            await anyio.sleep(2.5)
+            await anyio.sleep(1.5)
         return await function(*args)
 
     setattr(storage, name, slowly)

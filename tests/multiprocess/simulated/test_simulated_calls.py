@@ -127,12 +127,12 @@ def test_waits_of_saves_for_an_absent_primary_do_not_add_up(tmp_path: Path) -> N
 
 class SlowNumber:
     def __float__(self) -> float:
-        time.sleep(2.5)
+        time.sleep(1.5)
         return 1.0
 
 
 def slow_policy(*_: Any) -> bool:
-    time.sleep(2.5)
+    time.sleep(1.5)
     return True
 
 
@@ -157,7 +157,7 @@ def test_a_save_of_one_path_waits_for_a_primary_that_sweeps(
     sweep = LocalStorage.sweep
 
     async def slowly(*args: Any) -> Any:
-        await anyio.sleep(2.5)
+        await anyio.sleep(1.5)
         return await sweep(*args)
 
     monkeypatch.setattr(LocalStorage, "sweep", slowly)

@@ -267,7 +267,7 @@ def test_a_restore_that_moves_is_waited_for(tmp_path: Path) -> None:
     async def slowly(*_: Any) -> None:
         # As a large step is read, in parts.
         for _part in range(6):
-            await anyio.sleep(1.0)
+            await anyio.sleep(0.5)
             for observe in mgrs[1]._service.root.processes.observers:
                 observe(Event("restore", "read", 1, 0, 1, nbytes=8))
 

@@ -117,7 +117,7 @@ def test_a_primary_that_takes_its_time_to_publish_is_waited_for(
     publish = storage.publish
 
     async def slowly(*args: Any, **options: Any) -> None:
-        await anyio.sleep(5.0)
+        await anyio.sleep(3.0)
         await publish(*args, **options)
 
     monkeypatch.setattr(storage, "publish", slowly)
