@@ -188,7 +188,7 @@ def beside_keepers(directory: Path, count: int, seed: int = 0) -> Tally:
     """
 
     def attack(host: _Host, choice: random.Random) -> bool:
-        with host.trainer("go on") as first:
+        with host.trainer("wait", -1, 2) as first:
             host.hear([first.stdout.readline() for _ in range(3)])
             _wait_for_agent(first.pid)
             [agent] = children_of(first.pid)
