@@ -23,6 +23,8 @@ sys.dont_write_bytecode = False
 _DEVICES = "--xla_force_host_platform_device_count=8"
 if _DEVICES not in os.environ.get("XLA_FLAGS", "").split():
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+# Its threads wait for work by spinning, and matrices are small here.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Programs here run once: half of their time would go into compiling them well.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
