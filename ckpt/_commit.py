@@ -20,6 +20,7 @@ from ckpt._format.manifest_head import DroppedItem, Parent, flat_metrics
 from ckpt._runtime.futures import outcome, settled, settled_here
 from ckpt._tree.table import format_bytes
 from ckpt.errors import CommitTimeoutError, InvalidArgumentError, NotInRootError, SaveSkippedError
+from ckpt.keep._questions import NO_NOTES, notes_in
 
 logger = logging.getLogger("ckpt")
 
@@ -128,8 +129,7 @@ class StepInfo:
         committed: Time at which the step was committed (UTC).
         statistics: Times of the save.
         nonfinite_leaves: Number of leaves with NaN or infinite values; None if unknown.
-        unequal_leaves: Number of leaves whose replicas were not equal on all their devices, as far
-            as they were compared: if devices take the vital signs.
+        unequal_leaves: Number of leaves whose replicas differed, as far as devices compared them.
         dropped: The items that were taken out of the step after it was committed.
         tiers: The places that have it, the nearest first, for a manager with `tiers`; else empty.
 
@@ -582,6 +582,7 @@ def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None =
     shared = sum(file.size for file in manifest.files.values() if file.shared)
     early: dict[str, Any] = {name: t for name, t in manifest.statistics.items() if name in _EARLY}
     statistics = statistics or SaveStatistics(**early)
+    notes = notes_in(manifest) if manifest.extensions else NO_NOTES
     return StepInfo(
         step=manifest.step,
         path=path,
@@ -593,7 +594,7 @@ def step_info(manifest: Manifest, path: str, statistics: SaveStatistics | None =
         committed=StepInfo.time_of(manifest.committed_ns),
         statistics=replace(statistics, shared_bytes=shared),
         parent=manifest.parent,
-        nonfinite_leaves=manifest.nonfinite_leaves,
-        unequal_leaves=manifest.unequal_leaves,
+        nonfinite_leaves=notes.nonfinite_leaves,
+        unequal_leaves=notes.unequal_leaves,
         dropped=tuple(manifest.dropped),
     )

@@ -19,8 +19,6 @@ BacklogPolicy = Literal["wait", "skip", "supersede"]
 ArrayMemory = Literal["jax", "buffers", "files"]
 IfExists = Literal["equal", "error", "skip", "replace"]
 IfTaken = Literal["error", "replace"]
-# Where vital signs are taken; see `ckpt.extensions.VitalSigns`.
-SignsPlace = Literal["auto", "host", "device"]
 
 MIN_BUDGET_BYTES = 1 << 20
 # A quarter of the machine's memory leaves room for the state itself, the input pipeline and the

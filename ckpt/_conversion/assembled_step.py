@@ -33,8 +33,8 @@ from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.orbax_view import item_view, step_view, text_view
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, MOST_SHOWN, decode_scalar
 from ckpt._tree.leaf_specs import CheckpointLeaf, LeafSpec, scalar_array
-from ckpt._vitals.extension.merged_signs import warn_of_unequal
 from ckpt.errors import CheckpointError, CorruptCheckpointError, located
+from ckpt.extensions._readers import notes_on_step
 
 
 def planned_tree(entry: ItemEntry) -> PlannedTree:
@@ -175,8 +175,8 @@ def assemble_step(
             folder=place.folder,
             items=items,
             files=entries,
+            extensions=notes_on_step(items, first.extensions, joint=True),
         )
-        warn_of_unequal(items)
         return AssembledStep(manifest, encode_manifest(manifest), files)
 
 

@@ -22,6 +22,7 @@ from ckpt._settings import Staging
 from ckpt._steps.saves.one_shot import save_one_shot
 from ckpt._steps.service import make_engine
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
+from ckpt.extensions._readers import warn_of_dropped
 from ckpt.handlers._base import Deferred, ItemReader, ItemWriter
 from ckpt.storage._base import Storage
 
@@ -92,6 +93,7 @@ class CheckpointTarget(Struct, frozen=True):
         self, items: Mapping[str, CheckpointItem], old: Manifest, budget: int
     ) -> Written:
         """Write items, with the metrics and metadata of the old manifest."""
+        warn_of_dropped(old.extensions)
         items = {name: items[name] for name in writable_items(old)}
         handlers = {name: ItemCopy(item.entry.handler) for name, item in items.items()}
         engine = make_engine(Staging(budget, "copy"), handlers, self.observers, self.formats)

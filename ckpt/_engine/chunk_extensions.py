@@ -1,26 +1,27 @@
 """The interface of extensions that note something about the chunks of arrays.
 
-    ChunkExtension   one manager      begin_save   merged   committed   after_save
+    ChunkExtension   one manager      begin_save   committed   after_save
       NotesOfSave    one save         of_item   check_items
         NotesOfItem  one item of it   unchanged   begin   records   finish
     ReadCheck        one `verify`     of_chunk   add   problems
 
 `records` are made for each staged batch, beside its digests. They go with the places of the chunks
-through the reports of processes, and `ckpt.extensions.merge_notes` makes columns of the manifest of
-them. A check of restored arrays is a function, `ckpt.extensions.device_check`. A save without
-extensions calls nothing of this. docs/design/018 has the reasons.
+through the reports of processes, and a `StoredExtension` (`ckpt/extensions/_readers.py`) makes
+columns of the manifest of them. A check of restored arrays is a function,
+`ckpt.extensions.device_check`. A save without extensions calls nothing of this. docs/design/018 has
+the reasons.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from ckpt._format.chunk_locations import ChunkLocation
 from ckpt._format.leaf_table import LeafEntry
-from ckpt._format.manifest import ItemEntry, Manifest, Node
+from ckpt._format.manifest import Manifest, Node
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import ChunkNotes, ItemReport
 from ckpt._plan.write_batches import Chunk, WriteBatch
@@ -117,14 +118,14 @@ class TakesBytes(Protocol):
 class ReadCheck(Protocol):
     """A check of the bytes of a step while `verify` reads them."""
 
-    def of_chunk(self, leaf: LeafEntry, place: ChunkLocation) -> TakesBytes | None:
-        """Return what takes the bytes of a chunk; None if there is nothing to check."""
+    def of_chunk(self, leaf: LeafEntry, place: ChunkLocation) -> TakesBytes:
+        """Return what takes the bytes of a chunk."""
 
     def add(self, item: str, chunks: Iterable[tuple[int, Any]]) -> None:
         """Add the sums of chunks whose digests are right, with the numbers of their leaves."""
 
-    def problems(self, manifest: Manifest) -> Iterable[tuple[str, str, str]]:
-        """Yield item, leaf and fault of each leaf that is wrong."""
+    def problems(self, manifest: Manifest) -> Iterable[tuple[str | None, str | None, str]]:
+        """Yield item, leaf and fault of each leaf that is wrong, or neither for the whole step."""
 
 
 class ChunkExtension(Protocol):
@@ -139,9 +140,6 @@ class ChunkExtension(Protocol):
 
     def begin_save(self) -> NotesOfSave:
         """Begin a save."""
-
-    def merged(self, entries: Mapping[str, ItemEntry]) -> None:
-        """Look at the entries of the items, merged over all processes of a job."""
 
     def committed(self, manifest: Manifest, where: str) -> None:
         """Look at the manifest of a published step; `where` is its path."""

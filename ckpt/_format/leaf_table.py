@@ -9,22 +9,19 @@ made on demand.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, overload
+from typing import Annotated, Any, ClassVar, overload
 
+import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
-
-if TYPE_CHECKING:
-    from ckpt._vitals.signs import LeafSigns
 
 Value = str | bool | None
 Length = Annotated[int, Meta(ge=0, le=1 << 62)]
 Number = Annotated[int, Meta(ge=0, le=1 << 31)]
-Count = Annotated[int, Meta(ge=1, le=1 << 62)]
 Integers = np.ndarray[Any, np.dtype[np.int64]]
-Records = np.ndarray[Any, np.dtype[np.void]]
 
 DIGEST_BYTES = 16
 # Stands for the unknown digest of a chunk that another library wrote.
@@ -35,8 +32,8 @@ _ABSENT = -1
 _OFFSET = np.dtype("<i8")
 _NUMBER = np.dtype("<u4")
 _NONE: Integers = np.empty(0, np.int64)
-# Norm of a leaf without vital signs.
-UNKNOWN_NORM = -1.0
+# The columns of the only extension of the writers that knew no `extensions`.
+_EARLIER = ("vital_signs", ("fingerprints", "norms", "absmax", "nonfinite", "unequal"))
 
 
 class LeafForm(Struct, frozen=True, omit_defaults=True, gc=False):
@@ -87,8 +84,6 @@ class LeafEntry(Struct, frozen=True, gc=False):
         same_as: Number of an earlier leaf that was the same array object; both have the same
             chunks at the same places.
         value: The value of a Python scalar (`int` and `float` as text, exactly; `bytes` base64).
-        vital_signs: Vital signs of the values of an array; None if they are unknown.
-        unequal_on: Processes whose devices held other values of a replicated part than most.
     """
 
     name: str
@@ -108,8 +103,6 @@ class LeafEntry(Struct, frozen=True, gc=False):
     impl: str | None = None
     same_as: int | None = None
     value: Value = None
-    vital_signs: LeafSigns | None = None
-    unequal_on: Sequence[int] = ()
 
     @property
     def form(self) -> LeafForm:
@@ -144,13 +137,10 @@ class LeafColumns(Struct, frozen=True, omit_defaults=True):
         same_as: Leaves that are the same array as an earlier leaf, each with the number of that
             leaf. They have no chunks of their own.
         values: Leaves with a value, each with the value.
-        fingerprints: Fingerprint of every leaf, 8 bytes each; like the next two, empty if the vital
-            signs of no leaf are known.
-        norms: Norm of every leaf, 8 bytes each; -1 for a leaf without vital signs.
-        absmax: Largest absolute value of every leaf, 8 bytes each.
-        nonfinite: Leaves with values that are not finite, each with the number of such values.
-        unequal: Leaves whose replicas were not equal, each with the processes whose devices held
-            other values than most.
+        extensions: The columns of each extension that has noted something of the leaves. Only the
+            extension knows what they mean; they belong to these leaves in this order.
+        fingerprints, norms, absmax, nonfinite, unequal: Earlier writers had such columns here. They
+            are read, and never written.
     """
 
     names: list[str]
@@ -162,11 +152,12 @@ class LeafColumns(Struct, frozen=True, omit_defaults=True):
     lengths: bytes = b""
     same_as: list[tuple[Number, Number]] = []
     values: list[tuple[Number, Value]] = []
-    fingerprints: bytes = b""
-    norms: bytes = b""
-    absmax: bytes = b""
-    nonfinite: list[tuple[Number, Count]] = []
-    unequal: list[tuple[Number, list[Number]]] = []
+    extensions: dict[str, Raw] = {}
+    fingerprints: Raw = Raw()
+    norms: Raw = Raw()
+    absmax: Raw = Raw()
+    nonfinite: Raw = Raw()
+    unequal: Raw = Raw()
 
 
 class LeafTable(Sequence[LeafEntry]):
@@ -183,7 +174,7 @@ class LeafTable(Sequence[LeafEntry]):
         lengths: Bytes of every encoded chunk; empty if there are no encoded chunks.
         same_as: Leaves that are the same array as an earlier leaf, with the number of that leaf.
         values: Leaves with a value.
-        unequal: Leaves whose replicas were not equal, each with processes; see `LeafEntry`.
+        extensions: The columns of extensions, by name, as JSON; see `LeafColumns`.
 
     Example:
         ```python
@@ -194,8 +185,8 @@ class LeafTable(Sequence[LeafEntry]):
 
     __slots__ = (
         "_entries",
-        "_signs",
         "digests",
+        "extensions",
         "files",
         "firsts",
         "form",
@@ -204,7 +195,6 @@ class LeafTable(Sequence[LeafEntry]):
         "names",
         "offsets",
         "same_as",
-        "unequal",
         "values",
     )
 
@@ -219,8 +209,7 @@ class LeafTable(Sequence[LeafEntry]):
         lengths: Integers = _NONE,
         same_as: Mapping[int, int] | None = None,
         values: Mapping[int, Value] | None = None,
-        signs: Records | None = None,
-        unequal: Mapping[int, tuple[int, ...]] | None = None,
+        extensions: Mapping[str, Raw] | None = None,
     ) -> None:
         """Make a table of its columns.
 
@@ -236,22 +225,13 @@ class LeafTable(Sequence[LeafEntry]):
         self.lengths: Integers = lengths
         self.same_as: Mapping[int, int] = same_as or {}
         self.values: Mapping[int, Value] = values or {}
-        # Signs that no array can have stay, for `verify` to report.
-        is_known = signs is not None and bool((signs["norm"] != UNKNOWN_NORM).any())
-        self._signs: Records | None = signs if is_known else None
-        self.unequal: Mapping[int, tuple[int, ...]] = unequal or {}
+        self.extensions: Mapping[str, Raw] = extensions or {}
         self._entries: list[LeafEntry] | None = None
         count = len(names)
         if len(self.form) != count or (count and not 0 <= self.form.max() < len(forms)):
             raise ValueError(f"{count} names and {len(self.form)} forms do not fit each other")
-        if self._signs is not None and len(self._signs) != count:
-            raise ValueError(f"{count} leaves and {len(self._signs)} vital signs do not fit")
         if any(not 0 <= number < count for number in self.values):
             raise ValueError("a value is of a leaf that does not exist")
-        if any(not 0 <= number < count for number in self.unequal):
-            raise ValueError("unequal replicas are of a leaf that does not exist")
-        if not all(self.unequal.values()):
-            raise ValueError("the replicas of a leaf are unequal on no process")
         for number, first in self.same_as.items():
             if not 0 <= first < number < count or first in self.same_as:
                 raise ValueError(f"leaf {number} cannot be the same array as leaf {first}")
@@ -281,7 +261,7 @@ class LeafTable(Sequence[LeafEntry]):
 
     @classmethod
     def of(cls, entries: Iterable[LeafEntry]) -> LeafTable:
-        """Return the table of some leaves.
+        """Return the table of some leaves, without columns of extensions.
 
         Raises:
             ValueError: A leaf contradicts itself.
@@ -292,8 +272,6 @@ class LeafTable(Sequence[LeafEntry]):
             assert ckpt.manifest.LeafTable.of(list(leaves)) == leaves
             ```
         """
-        from ckpt._vitals.signs import records_of
-
         leaves = list(entries)
         numbers: dict[LeafForm, int] = {}
         form = [numbers.setdefault(leaf.form, len(numbers)) for leaf in leaves]
@@ -332,8 +310,6 @@ class LeafTable(Sequence[LeafEntry]):
             np.array(lengths if any(lengths) else (), np.int64),
             {n: leaf.same_as for n, leaf in enumerate(leaves) if leaf.same_as is not None},
             {n: leaf.value for n, leaf in enumerate(leaves) if leaf.value is not None},
-            records_of([leaf.vital_signs for leaf in leaves]),
-            {n: tuple(leaf.unequal_on) for n, leaf in enumerate(leaves) if leaf.unequal_on},
         )
 
     @classmethod
@@ -350,7 +326,7 @@ class LeafTable(Sequence[LeafEntry]):
             ```
         """
         form = np.frombuffer(columns.form, _NUMBER).astype(np.int64)
-        for listed in (columns.same_as, columns.values, columns.unequal):
+        for listed in (columns.same_as, columns.values):
             if len(dict(listed)) != len(listed):
                 raise ValueError("a leaf is listed twice")
         return cls(
@@ -363,8 +339,8 @@ class LeafTable(Sequence[LeafEntry]):
             np.frombuffer(columns.lengths, _OFFSET).astype(np.int64, copy=False),
             dict(columns.same_as),
             dict(columns.values),
-            _read_signs(columns),
-            {number: tuple(processes) for number, processes in columns.unequal},
+            # Copied, so that they do not keep the whole manifest in memory.
+            {name: each.copy() for name, each in (columns.extensions or _earlier(columns)).items()},
         )
 
     def columns(self) -> LeafColumns:
@@ -376,11 +352,6 @@ class LeafTable(Sequence[LeafEntry]):
             assert len(columns.digests) == 2 * len(columns.offsets)
             ```
         """
-        signs: tuple[bytes, bytes, bytes, list[tuple[int, int]]] = b"", b"", b"", []
-        if self._signs is not None:
-            from ckpt._vitals.signs import written
-
-            signs = written(self._signs)
         return LeafColumns(
             list(self.names),
             list(self.forms),
@@ -391,31 +362,26 @@ class LeafTable(Sequence[LeafEntry]):
             self.lengths.astype(_OFFSET).tobytes() if self.lengths.any() else b"",
             sorted(self.same_as.items()),
             sorted(self.values.items()),
-            *signs,
-            [(n, list(processes)) for n, processes in sorted(self.unequal.items())],
+            dict(self.extensions),
         )
 
-    @property
-    def signs(self) -> Records:
-        """The record of the vital signs of every leaf; empty if none are known."""
-        if self._signs is None:
-            from ckpt._vitals.signs import no_signs
-
-            return no_signs(0)
-        return self._signs
-
-    def nonfinite(self) -> list[int]:
-        """Return the numbers of the leaves that are known to have NaN or infinite values.
+    def replaced(
+        self, *, digests: bytes | None = None, extensions: Mapping[str, Raw] | None = None
+    ) -> LeafTable:
+        """Return the same leaves with other digests, or with other columns of extensions.
 
         Example:
             ```python
-            assert manifest.items["default"].leaves.nonfinite() == []
+            leaves = manifest.items["default"].leaves
+            assert leaves.replaced(extensions={}) == ckpt.manifest.LeafTable.of(leaves)
             ```
         """
-        if self._signs is None:
-            return []
-        found: list[int] = np.flatnonzero(self._signs["nonfinite"]).tolist()
-        return found
+        table = copy(self)
+        if digests is not None:
+            table.digests, table._entries = digests, None
+        if extensions is not None:
+            table.extensions = extensions
+        return table
 
     def unchecked(self) -> Integers:
         """Return the numbers of the chunks whose digests are unknown, counted over all leaves.
@@ -447,7 +413,9 @@ class LeafTable(Sequence[LeafEntry]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LeafTable):
             return NotImplemented
-        return self is other or list(self) == list(other)
+        if self is other:
+            return True
+        return self.extensions == other.extensions and list(self) == list(other)
 
     __hash__: ClassVar[None]  # type: ignore[assignment]
 
@@ -492,7 +460,6 @@ class LeafTable(Sequence[LeafEntry]):
                             name=name,
                             same_as=source,
                             value=values.get(number),
-                            unequal_on=self.unequal.get(number, ()),
                         )
                     )
                     continue
@@ -516,32 +483,14 @@ class LeafTable(Sequence[LeafEntry]):
                         form.impl,
                         None,
                         values.get(number),
-                        None if self._signs is None else signs_at(self, number),
-                        self.unequal.get(number, ()),
                     )
                 )
             self._entries = entries
         return self._entries
 
 
-def _read_signs(columns: LeafColumns) -> Records | None:
-    given = columns.fingerprints, columns.norms, columns.absmax, columns.nonfinite
-    if not any(given):
-        return None
-    from ckpt._vitals.signs import read
-
-    return read(len(columns.names), *given)
-
-
-def has_notes(table: LeafTable) -> bool:
-    """Return True if an extension has noted something of the values of some leaf."""
-    return table._signs is not None
-
-
-def signs_at(table: LeafTable, number: int) -> LeafSigns | None:
-    """Return the vital signs of a leaf; None if they are unknown."""
-    if table._signs is None:
-        return None
-    from ckpt._vitals.signs import signs_of
-
-    return signs_of(table._signs[number])
+def _earlier(columns: LeafColumns) -> dict[str, Raw]:
+    """Return the columns of an extension that earlier writers had beside the others."""
+    name, members = _EARLIER
+    found = {each: getattr(columns, each) for each in members if getattr(columns, each)}
+    return {name: Raw(msgspec.json.encode(found))} if found else {}

@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from ckpt._format.leaf_table import UNKNOWN_NORM, LeafColumns, LeafTable, has_notes
+from ckpt._format.leaf_table import LeafColumns, LeafTable
 from ckpt._format.manifest_head import (
     COMPRESSION,
     FILE_NAME,
@@ -168,6 +168,7 @@ class Manifest(Struct, frozen=True):
         files: Every other file of the step, by path relative to it, or to `folder`.
         sources: The data files that are not in the step, by the path that they would have there.
         dropped: The items that were taken out of the step after it was committed.
+        extensions: What extensions say of the whole step, by name; see `LeafTable.extensions`.
     """
 
     format: str
@@ -192,43 +193,17 @@ class Manifest(Struct, frozen=True):
     statistics: dict[str, float] = {}
     sources: dict[str, SourceFile] = {}
     dropped: list[DroppedItem] = []
+    extensions: dict[str, Any] = {}
 
     @property
     def sizes(self) -> dict[str, int]:
         """The size in bytes of every file but the manifest, by path in the step directory."""
         return sizes_in(self.folder, self.files)
 
-    @property
-    def nonfinite_leaves(self) -> int | None:
-        """Number of leaves that are known to have values that are not finite.
-
-        None if there are none, and the vital signs of some array are unknown.
-        """
-        tables = [item.leaves for item in self.items.values()]
-        count = sum(len(table.nonfinite()) for table in tables)
-        return count or (None if any(map(_unknown_leaves, tables)) else 0)
-
-    @property
-    def unknown_leaves(self) -> int:
-        """Number of arrays without vital signs."""
-        return sum(_unknown_leaves(item.leaves) for item in self.items.values())
-
-    @property
-    def unequal_leaves(self) -> int:
-        """Number of leaves whose replicas were not equal, as far as they were compared."""
-        return sum(len(item.leaves.unequal) for item in self.items.values())
-
 
 def _fileless(items: Iterable[str], files: Iterable[str]) -> list[str]:
     tops = tops_of(files)
     return [name for name in items if name not in tops]
-
-
-def _unknown_leaves(table: LeafTable) -> int:
-    are_arrays = np.array([form.dtype is not None for form in table.forms] or [False])
-    arrays = are_arrays[table.form]
-    known = table.signs["norm"][arrays] != UNKNOWN_NORM if has_notes(table) else []
-    return int(np.count_nonzero(arrays)) - int(np.count_nonzero(known))
 
 
 class _Item(Struct, frozen=True, omit_defaults=True):
@@ -303,8 +278,7 @@ def encode(manifest: Manifest) -> bytes:
             manifest.committed_ns,
             manifest.folder,
             manifest.files,
-            manifest.nonfinite_leaves,
-            manifest.unequal_leaves,
+            manifest.extensions,
             manifest.dropped,
             _fileless(manifest.items, manifest.files),
             manifest.left_behind,
@@ -374,7 +348,9 @@ def of_item(manifest: Manifest, item: str) -> Manifest:
         for listed in (manifest.files, manifest.sources)
     )
     items = {item: manifest.items[item]}
-    return replace(manifest, unnamed=True, items=items, files=files, sources=sources, dropped=())
+    alone = replace(manifest, unnamed=True, items=items, files=files, sources=sources)
+    # What extensions say of the step is of all items.
+    return replace(alone, dropped=(), extensions={})
 
 
 def sizes(manifest: Manifest, encoded: bytes) -> dict[str, int]:
@@ -450,12 +426,8 @@ def decode(data: bytes, *, where: str) -> Manifest:
             files=front.files,
             sources=rest.sources,
             dropped=front.dropped,
+            extensions=front.extensions,
         )
-        # Earlier writers did not count such leaves.
-        if front.nonfinite_leaves not in (None, manifest.nonfinite_leaves):
-            raise ValueError("its head counts other leaves with values that are not finite")
-        if front.unequal_leaves != manifest.unequal_leaves:
-            raise ValueError("its head counts other leaves with unequal replicas")
         # Earlier writers did not name such items.
         if front.fileless and front.fileless != _fileless(items, front.files):
             raise ValueError("its head names other items without files")

@@ -395,8 +395,7 @@ class Summary(Struct, frozen=True, omit_defaults=True):
     """The head of a manifest, from which lists of steps are made; attributes as in `Manifest`.
 
     Attributes:
-        nonfinite_leaves: Number of leaves with values that are not finite; None if unknown.
-        unequal_leaves: Number of leaves whose replicas were not equal.
+        extensions: What extensions say of the whole step, by name.
         dropped: The items that were taken out of the step after it was committed.
         fileless: Names of the items without files.
         left_behind: Start times of the saves of greater steps that its run went back behind, in
@@ -416,8 +415,7 @@ class Summary(Struct, frozen=True, omit_defaults=True):
     committed_ns: UnixTime = 0
     folder: Folder = ""
     files: dict[str, FileEntry] = {}
-    nonfinite_leaves: Size | None = None
-    unequal_leaves: Size = 0
+    extensions: dict[str, Any] = {}
     dropped: list[DroppedItem] = []
     fileless: list[str] = []
     left_behind: list[UnixTime] = []
@@ -435,9 +433,21 @@ class Summary(Struct, frozen=True, omit_defaults=True):
         return tops_of(self.files)
 
 
+class _EarlierSummary(Summary, frozen=True, kw_only=True):
+    """A summary by any writer; earlier ones had the counts of their only extension beside it."""
+
+    nonfinite_leaves: Size | None = None
+    unequal_leaves: Size = 0
+
+    def __post_init__(self) -> None:
+        if self.nonfinite_leaves is not None or self.unequal_leaves:
+            counts = {name: getattr(self, name) for name in ("nonfinite_leaves", "unequal_leaves")}
+            self.extensions.setdefault("vital_signs", counts)
+
+
 # Made once, before there are threads: msgspec analyses a type that contains dataclasses at its
 # first use, and two threads that do so at the same time can crash the interpreter.
-SUMMARIES = msgspec.json.Decoder(Summary)
+SUMMARIES: msgspec.json.Decoder[Summary] = msgspec.json.Decoder(_EarlierSummary)
 
 
 class Origin(Struct, frozen=True):

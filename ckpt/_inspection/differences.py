@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from ckpt._format.leaf_table import LeafForm, LeafTable, signs_at
+from ckpt._format.leaf_table import LeafForm, LeafTable
 from ckpt._format.manifest import Manifest
 from ckpt._format.manifest_head import flat_metrics
 from ckpt._inspection.leaf_records import LeafRecord, records_of
@@ -22,6 +22,7 @@ from ckpt._inspection.locations import Checkpoint
 from ckpt._plan.compared_leaves import ComparedLeaves, Verdict, compare_leaves, contents_of
 from ckpt._tree.boxes import unboxed_names
 from ckpt._vitals.signs import LeafSigns
+from ckpt._vitals.stored_signs import signs_in
 from ckpt.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
@@ -289,6 +290,7 @@ def _unlike_arrays(
     chosen = (leaves.verdicts > Verdict.SAME) & (leaves.verdicts <= Verdict.UNKNOWN)
     numbers = leaves.pairs[chosen].tolist()
     tables = [manifest.items[name].leaves for manifest in manifests]
+    signs = [signs_in(table) for table in tables]
     records = records_of(manifests[0], name, [first for first, _ in numbers])
     verdicts, changed = leaves.verdicts[chosen].tolist(), leaves.chunks_changed[chosen].tolist()
     for (first, second), record, verdict, chunks in zip(
@@ -296,8 +298,8 @@ def _unlike_arrays(
     ):
         form = tables[0].forms[int(tables[0].form[first])]
         before, after = (
-            None if form.kind == "key" else signs_at(table, number)
-            for table, number in zip(tables, (first, second), strict=True)
+            None if form.kind == "key" else each.of(number)
+            for each, number in zip(signs, (first, second), strict=True)
         )
         compared = ComparedArray(
             record,

@@ -21,7 +21,7 @@ from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.leaf_names import compile_pattern, leaf_of_item, split_leaf, suggestion
 from ckpt._tree.table import sharding_text
-from ckpt._vitals.stored_signs import nonfinite_leaves, unequal_leaves
+from ckpt._vitals.stored_signs import nonfinite_leaves, notes_of_step
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
 
 _MOST_CHARACTERS = 60
@@ -322,6 +322,7 @@ def summarize(
     manifest = checkpoint.opened.manifest
     # If another library wrote the checkpoint, not all of its files are known.
     is_own = manifest.format == OWN_FORMAT
+    notes = notes_of_step(manifest)
     items = [
         ItemSummary(
             name,
@@ -352,8 +353,8 @@ def summarize(
         metadata=manifest.metadata,
         parent=None if manifest.parent is None else manifest.parent.path,
         statistics=dict(manifest.statistics),
-        nonfinite=None if manifest.nonfinite_leaves is None else nonfinite_leaves(manifest),
-        unequal=unequal_leaves(manifest),
+        nonfinite=None if notes.nonfinite_leaves is None else nonfinite_leaves(manifest),
+        unequal=list(notes.unequal),
         dropped=[
             DroppedSummary(each.item, each.dropped, each.policy, each.nbytes)
             for each in manifest.dropped

@@ -14,7 +14,8 @@ from ckpt._inspection.locations import RunRoot
 from ckpt._steps.opened import open_step
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
-from ckpt._vitals.signs import LeafSigns, join_signs, no_signs, signs_of
+from ckpt._vitals.signs import LeafSigns, join_signs, signs_of
+from ckpt._vitals.stored_signs import signs_in
 from ckpt.errors import CheckpointError
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -155,8 +156,7 @@ class NormReader:
             numbers.append(number)
             owners.append(layers.setdefault(layer, len(layers)))
         of_layer: Integers = np.array(owners, np.int64)
-        signs = table.signs[numbers] if len(table.signs) else no_signs(len(numbers))
-        joined = join_signs(signs, of_layer, len(layers))
+        joined = join_signs(signs_in(table).records[numbers], of_layer, len(layers))
         counts = np.bincount(of_layer, minlength=len(layers)).tolist()
         return {
             name: (count, signs_of(joined[at]))

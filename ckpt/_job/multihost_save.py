@@ -21,12 +21,10 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import anyio
-import numpy as np
 from msgspec.structs import replace
 
 from ckpt._engine.save.save_request import SaveRequest
 from ckpt._engine.save.session import SaveSession
-from ckpt._format.leaf_table import LeafTable, has_notes
 from ckpt._format.manifest import ItemEntry, Manifest, decode, encode
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, peek
 from ckpt._job.agreement.failures import beating
@@ -455,27 +453,8 @@ class MultihostSave:
 def _summary(manifest: Manifest) -> Manifest:
     """Return a manifest without its large parts; all reports on the step are made from the rest."""
     items = {
-        name: ItemEntry(handler=item.handler, nbytes=item.nbytes, leaves=_notable(item.leaves))
+        name: ItemEntry(handler=item.handler, nbytes=item.nbytes)
         for name, item in manifest.items.items()
     }
     shared = {path: file for path, file in manifest.files.items() if file.shared}
     return replace(manifest, items=items, files=shared)
-
-
-def _notable(table: LeafTable) -> LeafTable:
-    """Return the arrays that are not known to be finite and equal, without their chunks."""
-    are_arrays = np.array([form.dtype is not None for form in table.forms] or [False])[table.form]
-    signs = None
-    if has_notes(table):
-        from ckpt._vitals.stored_signs import notable_arrays
-
-        chosen = notable_arrays(table, are_arrays)
-        signs = table.signs[chosen]
-    else:
-        # Without vital signs, one array says as much as all.
-        chosen = np.flatnonzero(are_arrays)[:1]
-    names = [table.names[number] for number in chosen.tolist()]
-    forms = [replace(form, count=0) for form in table.forms] if names else []
-    places = {number: at for at, number in enumerate(chosen.tolist())}
-    unequal = {places[number]: each for number, each in table.unequal.items() if number in places}
-    return LeafTable(names, forms, table.form[chosen], signs=signs, unequal=unequal)

@@ -220,9 +220,7 @@ async def publish_together(
         if reports is not None:
             async with processes.busy():
                 entries = await merge_entries(session, entries, reports)
-                for each in session.engine.extensions:
-                    each.merged(entries)
-                manifest = await write_manifest(session, request, entries)
+                manifest = await write_manifest(session, request, entries, joint=True)
             # From here on no other process can make the save fail.
             await processes.decide()
     with session.recorder.phase("publish"):
@@ -250,9 +248,7 @@ async def publish_apart(
         async with processes.busy():
             part = await run_in_thread(part_file, session, entries)
             entries = disk_entries(session, entries)
-            for each in session.engine.extensions:
-                each.merged(entries)
-            manifest = await write_manifest(session, request, entries, part)
+            manifest = await write_manifest(session, request, entries, part, joint=True)
         reports = await processes.report(disk_report(session, entries))
         if reports is not None:
             same_items(reports)

@@ -1,7 +1,7 @@
 """A comparison of two steps, from their manifests alone; whole columns at a time. Pure.
 
-The digests of chunks are compared if both arrays have the same chunks, otherwise the fingerprints
-in their vital signs. No object is made for a leaf, so that 50,000 leaves take some milliseconds.
+The digests of chunks are compared if both arrays have the same chunks, otherwise fingerprints that
+an extension has noted. No object is made for a leaf, so that 50,000 leaves take some milliseconds.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import numpy as np
 from msgspec import Struct
 
 from ckpt._format.array_format import DTYPES
-from ckpt._format.leaf_table import DIGEST_BYTES, LeafForm, LeafTable, has_notes
+from ckpt._format.leaf_table import DIGEST_BYTES, Integers, LeafForm, LeafTable
 from ckpt._format.manifest import Manifest
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
 
-Integers = np.ndarray[Any, np.dtype[np.int64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
@@ -39,7 +38,7 @@ class Verdict(IntEnum):
 
 _UNLIKE = {
     Verdict.CHANGED: "has other values",
-    Verdict.UNKNOWN: "is stored in other pieces, and vital signs, which would tell, are not taken",
+    Verdict.UNKNOWN: "is stored in other pieces, and has no fingerprints, which would tell",
     Verdict.OTHER_VALUE: "has another value",
     Verdict.OTHER_TYPE: "has another type or shape",
 }
@@ -253,10 +252,13 @@ def _sources(table: LeafTable, numbers: Integers) -> Integers:
 def _by_fingerprint(
     tables: tuple[LeafTable, LeafTable], first: Integers, second: Integers
 ) -> Integers:
-    if not all(has_notes(table) for table in tables):
-        return np.full(len(first), Verdict.UNKNOWN, np.int64)
-    from ckpt._vitals.stored_signs import are_alike
+    found = np.full(len(first), Verdict.UNKNOWN, np.int64)
+    noted = tables[0].extensions.keys() & tables[1].extensions.keys()
+    if noted:
+        from ckpt.extensions._readers import readers
 
-    known, same = are_alike(tables[0].signs[first], tables[1].signs[second])
-    found = np.where(same, Verdict.SAME_BY_FINGERPRINT, Verdict.CHANGED)
-    return np.where(known, found, Verdict.UNKNOWN)
+        for each in readers(noted).values():
+            known, same = each.compare(tables, first, second)
+            told = np.where(same, Verdict.SAME_BY_FINGERPRINT, Verdict.CHANGED)
+            found = np.where(known & (found == Verdict.UNKNOWN), told, found)
+    return found

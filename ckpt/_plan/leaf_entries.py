@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ckpt._format.array_format import CODECS, parse_dtype
-from ckpt._format.leaf_table import LeafForm, LeafTable, has_notes
+from ckpt._format.leaf_table import Integers, LeafForm, LeafTable
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.regions import chunk_grid
 from ckpt._tree.leaf_kinds import (
@@ -26,7 +26,6 @@ from ckpt.errors import CorruptCheckpointError, located
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 # numpy's limit of dimensions; zarr and jax have no lower limit.
 _MAX_RANK = 64
@@ -55,10 +54,11 @@ def check_leaves(item: ItemEntry) -> None:
     chunks = np.array([_most_bytes(form) for form in table.forms] or [0], np.float64)
     owners = np.repeat(np.arange(len(table)), np.diff(table.firsts))
     _check_chunks(item, codecs[table.form][owners], chunks[table.form][owners], owners)
-    if has_notes(table):
-        from ckpt._vitals.stored_signs import check_signs
+    if table.extensions:
+        from ckpt.extensions._readers import readers
 
-        check_signs(table)
+        for each in readers(table.extensions).values():
+            each.check(table)
     are_scalars = np.array([form.kind in SCALAR_KINDS for form in table.forms] or [False])
     for number in np.flatnonzero(are_scalars[table.form]).tolist():
         decode_scalar(table.bare(number))

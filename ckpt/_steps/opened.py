@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES
 from ckpt._format.step_files import BEGUN, SUCCESS, UNFINISHED, is_own_mark
@@ -224,7 +225,13 @@ def _item_of(storage: Storage, step_dir: str, manifest: Manifest, path: str) -> 
 
     item, _, below = path.partition("/")
     if item in manifest.items and not below:
-        return OpenedStep(storage, step_dir, of_item(manifest, item), item=item)
+        alone = of_item(manifest, item)
+        if manifest.extensions:
+            from ckpt.extensions._readers import readers
+
+            noted = readers(manifest.extensions).items()
+            alone = replace(alone, extensions={key: it.of_step(alone.items) for key, it in noted})
+        return OpenedStep(storage, step_dir, alone, item=item)
     is_listed = any(f"{each}/".startswith(f"{path}/") for each in manifest.files)
     if item in manifest.items or is_listed or item == manifest.folder:
         where = f"{storage.location}/{step_dir}"

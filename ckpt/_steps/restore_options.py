@@ -30,7 +30,7 @@ class RestoreOptions(Struct, frozen=True):
         at: Leaf path of the only branch to load.
         adapt: The allowed differences between checkpoint and target.
         memory: Kind of memory of the restored arrays.
-        checks_devices: True to compare the arrays on devices with the vital signs.
+        checks_devices: True to compare the arrays on devices with what was noted of them.
         broadcast_bytes: Memory in which processes share what they read; None if each reads alone.
         fallback: True to pass over steps that are damaged or lack a wanted item.
         wanted: What is required of the step; None for any step.

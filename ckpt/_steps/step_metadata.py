@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from ckpt._commit import StepInfo, step_info
 from ckpt._format.array_format import DTYPES
-from ckpt._format.leaf_table import LeafForm, signs_at
+from ckpt._format.leaf_table import LeafForm, LeafTable
 from ckpt._format.manifest import ItemEntry, JsonValue, Manifest, ShardingEntry
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._tree.boxes import unboxed_names
@@ -22,9 +22,6 @@ from ckpt._tree.leaf_specs import ShardingTree, spread
 from ckpt._tree.structure import unflatten
 from ckpt._tree.table import LeafRow, format_bytes, html_table, sharding_text, text_table
 from ckpt.errors import CorruptCheckpointError, StepNotFoundError
-
-if TYPE_CHECKING:
-    from ckpt._vitals.signs import LeafSigns
 
 logger = logging.getLogger("ckpt")
 
@@ -53,9 +50,8 @@ class LeafInfo:
         same_as: Leaf path of an earlier leaf that was the same array object.
         saved_sharding: Sharding of a jax array when it was saved.
         sharding: Sharding for a restore; None leaves the array where jax puts new arrays.
-        vital_signs: Vital signs of the values when they were saved; None if unknown.
-        unequal_on: Processes whose devices held other values of a replicated part than most when it
-            was saved, as far as they were compared.
+        notes: What extensions have noted of its values when they were saved, by the name of the
+            extension; functions of the extension read it.
     """
 
     name: str
@@ -68,8 +64,7 @@ class LeafInfo:
     same_as: str | None = None
     saved_sharding: ShardingEntry | None = None
     sharding: Sharding | None = None
-    vital_signs: LeafSigns | None = None
-    unequal_on: tuple[int, ...] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def nbytes(self) -> int:
@@ -241,14 +236,8 @@ class StepMetadata:
 
 
 def _mark(leaf: LeafInfo) -> str:
-    """Return a remark about unusual values of a leaf; empty if there are none."""
-    mark = ""
-    if leaf.vital_signs is not None and leaf.vital_signs.nonfinite:
-        count = leaf.vital_signs.nonfinite
-        mark = f"  {count} {'value is' if count == 1 else 'values are'} not finite"
-    if leaf.unequal_on:
-        mark += f"  replicas differ on process {', '.join(map(str, leaf.unequal_on))}"
-    return mark
+    """Return the remarks of extensions about a leaf; empty if there are none."""
+    return "".join(f"  {each.remark}" for each in leaf.notes.values() if each.remark)
 
 
 def _is_on_devices(leaf: Any) -> bool:
@@ -293,8 +282,9 @@ def describe_step(manifest: Manifest, path: str) -> StepMetadata:
             if forms[item.leaves.form[number]].kind in UNREADABLE:
                 leaf = leaf_of_item("" if manifest.unnamed else name, paths[number])
                 unreadable[leaf] = str(value)
+        notes = _notes(item.leaves) if item.leaves.extensions else {}
         leaves = [
-            _describe_leaf(paths, number, forms[form], item)
+            _describe_leaf(paths, number, forms[form], item, notes)
             for number, form in enumerate(item.leaves.form.tolist())
         ]
         trees[name], reasons = unflatten(item.nodes, leaves)
@@ -311,7 +301,19 @@ def describe_step(manifest: Manifest, path: str) -> StepMetadata:
     )
 
 
-def _describe_leaf(paths: Sequence[str], number: int, form: LeafForm, item: ItemEntry) -> Any:
+def _notes(table: LeafTable) -> dict[str, Sequence[Any]]:
+    from ckpt.extensions._readers import readers
+
+    return {name: each.of_leaves(table) for name, each in readers(table.extensions).items()}
+
+
+def _describe_leaf(
+    paths: Sequence[str],
+    number: int,
+    form: LeafForm,
+    item: ItemEntry,
+    notes: Mapping[str, Sequence[Any]],
+) -> Any:
     if form.kind == CALLABLE or form.kind in UNREADABLE:
         return ...
     if form.kind not in ARRAY_KINDS:
@@ -327,8 +329,7 @@ def _describe_leaf(paths: Sequence[str], number: int, form: LeafForm, item: Item
         form.weak_type,
         None if same_as is None else paths[same_as],
         None if form.sharding is None else item.shardings[form.sharding],
-        vital_signs=signs_at(item.leaves, number),
-        unequal_on=item.leaves.unequal.get(number, ()),
+        notes={name: each[number] for name, each in notes.items()},
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,16 +31,43 @@ COLUMNS = 1 << COLUMN_BITS
 
 # 2**32 divided by the golden ratio: seeds that are far apart.
 _SEED = 0x9E3779B9
-_WORD = 0xFFFFFFFF
 # Longest range whose factors are cached: 16 or 32 KiB each.
 _MOST_KNOWN = 4096
 
 
+Factors = Callable[[int, int, int], Words]
+
+
+def _kept(make: Factors) -> Factors:
+    """Keep the results of a function of a dimension and a short range; they are read only."""
+
+    @functools.lru_cache(maxsize=512)
+    def known(dimension: int, start: int, count: int) -> Words:
+        found = make(dimension, start, count)
+        found.setflags(write=False)
+        return found
+
+    def kept(dimension: int, start: int, count: int) -> Words:
+        return (known if count <= _MOST_KNOWN else make)(dimension, start, count)
+
+    return kept
+
+
+@_kept
 def column_factors(dimension: int, start: int, count: int) -> Words:
-    """Return the factors of a range of words of the last dimension; `[2, count]`, read only."""
-    if count <= _MOST_KNOWN:
-        return _known_columns(dimension, start, count)
-    return _columns(dimension, start, count)
+    """Return the factors of a range of words of the last dimension; `[2, count]`."""
+    words = np.arange(start, start + count, dtype=np.uint64)
+    lower = (words & np.uint64(COLUMNS - 1)).astype(np.intp)
+    high = high_factors(dimension, words >> np.uint64(COLUMN_BITS))
+    return np.stack(
+        [_column_table(channel, dimension)[lower] * high for channel in range(CHANNELS)]
+    )
+
+
+@_kept
+def axis_factors(dimension: int, start: int, count: int) -> Words:
+    """Return the factors of a range of indexes along another dimension than the last; `[count]`."""
+    return _factors(dimension, np.arange(start, start + count, dtype=np.uint64))
 
 
 def row_factors(offset: Sequence[int], shape: Sequence[int], start: int, stop: int) -> Words:
@@ -62,71 +89,36 @@ def row_factors(offset: Sequence[int], shape: Sequence[int], start: int, stop: i
     return found
 
 
-def axis_factors(dimension: int, start: int, count: int) -> Words:
-    """Return the factors of a range of indexes along another dimension than the last; `[count]`."""
-    if count <= _MOST_KNOWN:
-        return _known_factors(dimension, start, count)
-    return _factors(dimension, np.arange(start, start + count, dtype=np.uint64))
-
-
 def high_factors(dimension: int, high: np.ndarray[Any, np.dtype[np.uint64]]) -> Words:
     """Return the factors of upper digits, 1 for a digit of 0; `[n]`."""
     digits = high.astype(np.uint32)
-    return np.where(digits, _odd(digits, dimension, 3), np.uint32(1))
-
-
-def seed(dimension: int, table: int) -> int:
-    """Return the seed for the factors of a dimension, in one of its four tables."""
-    return (_SEED * (1 + table + 4 * dimension)) & _WORD
-
-
-def _columns(dimension: int, start: int, count: int) -> Words:
-    words = np.arange(start, start + count, dtype=np.uint64)
-    lower = (words & np.uint64(COLUMNS - 1)).astype(np.intp)
-    high = high_factors(dimension, words >> np.uint64(COLUMN_BITS))
-    return np.stack(
-        [_column_table(channel, dimension)[lower] * high for channel in range(CHANNELS)]
-    )
+    return np.where(digits, odd(digits, dimension, 3), np.uint32(1))
 
 
 def _factors(dimension: int, indexes: np.ndarray[Any, np.dtype[np.uint64]]) -> Words:
     """Return the factors of indexes along another dimension than the last; `[n]`."""
     lower = (indexes & np.uint64(COLUMNS - 1)).astype(np.uint32)
-    return _odd(lower, dimension, 2) * high_factors(dimension, indexes >> np.uint64(COLUMN_BITS))
-
-
-@functools.lru_cache(maxsize=256)
-def _known_columns(dimension: int, start: int, count: int) -> Words:
-    found = _columns(dimension, start, count)
-    found.setflags(write=False)
-    return found
-
-
-@functools.lru_cache(maxsize=256)
-def _known_factors(dimension: int, start: int, count: int) -> Words:
-    found = _factors(dimension, np.arange(start, start + count, dtype=np.uint64))
-    found.setflags(write=False)
+    found: Words = odd(lower, dimension, 2)
+    found *= high_factors(dimension, indexes >> np.uint64(COLUMN_BITS))
     return found
 
 
 @functools.lru_cache(maxsize=64)
 def _column_table(channel: int, dimension: int) -> Words:
-    return _odd(np.arange(COLUMNS, dtype=np.uint32), dimension, channel)
+    found: Words = odd(np.arange(COLUMNS, dtype=np.uint32), dimension, channel)
+    return found
 
 
-def _odd(digits: Words, dimension: int, table: int) -> Words:
+def odd(digits: Any, dimension: int, table: int) -> Any:
     """Return an odd number for each value of a digit, different in each of the four tables.
 
     The mixing function is `lowbias32` of Chris Wellons, which is in the public domain:
-    https://nullprogram.com/blog/2018/07/31/
+    https://nullprogram.com/blog/2018/07/31/. The digits are an array of numpy or of jax, `uint32`.
     """
-    x = digits + np.uint32(seed(dimension, table))
-    x ^= x >> np.uint32(16)
-    x *= np.uint32(0x7FEB352D)
-    x ^= x >> np.uint32(15)
-    x *= np.uint32(0x846CA68B)
-    x ^= x >> np.uint32(16)
-    return x | np.uint32(1)
+    x = digits + np.uint32(_SEED * (1 + table + 4 * dimension) & 0xFFFFFFFF)
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return (x ^ (x >> 16)) | np.uint32(1)
 
 
 # Words that are summed at once: with the memory for them folded, they stay in a processor's cache.

@@ -82,11 +82,8 @@ def flat_magnitudes(data: Bytes, dtype: np.dtype[Any]) -> tuple[int, float, floa
         return 0, *quick
     row = _ROW * dtype.itemsize
     whole = len(data) // row * row
-    found: list[Magnitudes] = []
-    if whole:
-        found.append(magnitudes(data[:whole].reshape(-1, row), dtype))
-    if whole < len(data):
-        found.append(magnitudes(data[whole:].reshape(1, -1), dtype))
+    parts = data[:whole].reshape(-1, row), data[whole:].reshape(1, -1)
+    found = [magnitudes(each, dtype) for each in parts if each.size]
     if not found:
         return 0, 0.0, 0.0
     return (
@@ -203,16 +200,14 @@ def _of_small_floats(rows: Bytes, name: str) -> Magnitudes:
 
 
 def _of_complex(values: Array) -> Magnitudes:
-    found = _of_floats(np.abs(values.astype(np.complex128)))
-    # The absolute value may be infinite though both parts are finite.
-    parts = values.view(values.real.dtype)
+    absolute = np.abs(values.astype(np.complex128))
+    found = _of_floats(absolute)
     if not found.nonfinite.any():
         return found
-    bad = ~np.isfinite(parts).reshape(*values.shape, 2).all(axis=2)
-    absolute = np.hypot(values.real.astype(np.float64), values.imag.astype(np.float64))
+    bad = ~np.isfinite(values)
     absolute[bad] = 0
-    absolute = np.minimum(absolute, np.finfo(np.float64).max)
-    sound = _of_floats(absolute)
+    # The absolute value may be infinite though both parts are finite.
+    sound = _of_floats(np.minimum(absolute, np.finfo(np.float64).max))
     return Magnitudes(bad.sum(axis=1), sound.norm, sound.absmax)
 
 

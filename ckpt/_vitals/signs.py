@@ -49,7 +49,8 @@ class LeafSigns(Struct, frozen=True, gc=False):
         ```python
         extensions = [ckpt.extensions.VitalSigns()]
         info = await ckpt.save("runs/signed", {"w": jnp.ones(4)}, extensions=extensions)
-        signs = (await ckpt.metadata(info.path)).tree["w"].vital_signs
+        w = (await ckpt.metadata(info.path)).tree["w"]
+        signs = ckpt.extensions.VitalSigns.of(w)
         assert (signs.nonfinite, signs.norm) == (0, 2.0)
         ```
     """
@@ -82,65 +83,8 @@ def signs_of(record: Array) -> LeafSigns | None:
     return LeafSigns(f"{two:08x}{one:08x}", nonfinite, norm, absmax)
 
 
-def record_of(signs: LeafSigns | None) -> Array:
-    """Return the record of signs; the inverse of `signs_of`.
-
-    Raises:
-        ValueError: The fingerprint has not 16 hex digits.
-    """
-    if signs is None:
-        return no_signs(1).reshape(())
-    if len(signs.fingerprint) != 16:
-        raise ValueError(f"a fingerprint has 16 hex digits, not {signs.fingerprint!r:.40}")
-    words = int(signs.fingerprint[8:], 16), int(signs.fingerprint[:8], 16)
-    return np.array((words, signs.nonfinite, signs.norm, signs.absmax), SIGNS)
-
-
 def no_copies() -> Array:
     return np.zeros(0, COPY)
-
-
-def records_of(signs: Sequence[LeafSigns | None]) -> Array:
-    """Return the records of the signs of leaves."""
-    return np.array([record_of(each) for each in signs], SIGNS)
-
-
-def read(
-    count: int,
-    fingerprints: bytes,
-    norms: bytes,
-    absmax: bytes,
-    nonfinite: Sequence[tuple[int, int]],
-) -> Array:
-    """Return the records of `count` leaves from their columns in a manifest.
-
-    Raises:
-        ValueError: The columns do not fit each other.
-    """
-    listed = dict(nonfinite)
-    sizes = {8 * count, len(fingerprints), len(norms)}
-    if sizes != {len(absmax)} or any(number >= count for number in listed):
-        raise ValueError("the columns of the vital signs do not fit each other")
-    if len(listed) != len(nonfinite):
-        raise ValueError("a leaf with values that are not finite is listed twice")
-    found = np.zeros(count, SIGNS)
-    found["fingerprint"] = np.frombuffer(fingerprints, "<u4").reshape(-1, 2)
-    found["norm"] = np.frombuffer(norms, "<f8")
-    found["absmax"] = np.frombuffer(absmax, "<f8")
-    found["nonfinite"][list(listed)] = list(listed.values())
-    return found
-
-
-def written(records: Array) -> tuple[bytes, bytes, bytes, list[tuple[int, int]]]:
-    """Return the columns of records in a manifest; the inverse of `read`."""
-    numbers = np.flatnonzero(records["nonfinite"])
-    counts = records["nonfinite"][numbers].tolist()
-    return (
-        records["fingerprint"].tobytes(),
-        records["norm"].tobytes(),
-        records["absmax"].tobytes(),
-        list(zip(numbers.tolist(), counts, strict=True)),
-    )
 
 
 # Takes the next bytes of a box.
@@ -223,7 +167,6 @@ def join_signs(records: Array, owners: Array, count: int) -> Array:
     squares = np.zeros(count)
     np.add.at(squares, owners, np.square(each / scale[owners]))
     with np.errstate(over="ignore"):
-        norms = most * np.sqrt(squares)
-    found["norm"] = np.minimum(norms, np.finfo(np.float64).max)
+        found["norm"] = np.minimum(most * np.sqrt(squares), np.finfo(np.float64).max)
     found["norm"][owners[~known]] = UNKNOWN
     return found

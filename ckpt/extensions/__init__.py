@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from ckpt._arguments import invalid, one_of
-from ckpt._settings import SignsPlace
 from ckpt.errors import InvalidArgumentError
-from ckpt.keep._questions import LeafNotes
+from ckpt.keep._questions import SIGNS_NOTE, LeafNotes
 
 if TYPE_CHECKING:
     from ckpt._format.leaf_table import LeafTable
     from ckpt._format.manifest import Manifest
-    from ckpt._plan.item_reports import ChunkNotes, MergedNotes
+    from ckpt._plan.item_reports import ChunkNotes
     from ckpt._plan.targets import ArrayRead
-    from ckpt._vitals.extension.device_pass import Kernels
+    from ckpt._steps.step_metadata import LeafInfo
+    from ckpt._vitals.extension.device_pass import Kernels, SignsPlace
     from ckpt._vitals.extension.restored_arrays import ReadFingerprints
     from ckpt._vitals.extension.signs_of_saves import SignsOfManager
+    from ckpt._vitals.signs import LeafSigns
 
 __all__ = ["VitalSigns"]
 
@@ -30,7 +31,7 @@ __all__ = ["VitalSigns"]
 class VitalSigns:
     """Notes a fingerprint, the norm and the largest value of arrays, and how many are not finite.
 
-    `metadata` shows them; see `ckpt.types.LeafSigns`.
+    `of` returns those of a leaf in `metadata`.
 
     Attributes:
         on: Where they are computed. `"auto"`: accelerators compute those of their large arrays,
@@ -58,6 +59,7 @@ class VitalSigns:
     frozen: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        from ckpt._vitals.extension.device_pass import SignsPlace
         from ckpt._vitals.extension.signs_of_saves import frozen_patterns
 
         one_of("on", self.on, get_args(SignsPlace), of="VitalSigns")
@@ -66,6 +68,35 @@ class VitalSigns:
                 "VitalSigns(on='host', frozen=...): devices prove by vital signs that leaves have "
                 "not changed: use on='auto' or on='device', or leave frozen out"
             )
+
+    @staticmethod
+    def of(leaf: LeafInfo) -> LeafSigns | None:
+        """Return the vital signs of an array when it was saved; None if they are unknown.
+
+        Example:
+            ```python
+            w = (await mgr.metadata(100)).tree["params"]["w"]
+            signs = ckpt.extensions.VitalSigns.of(w)
+            ```
+        """
+        noted = leaf.notes.get(SIGNS_NOTE)
+        return None if noted is None else noted.signs
+
+    @staticmethod
+    def unequal_on(leaf: LeafInfo) -> tuple[int, ...]:
+        """Return the processes whose devices held other values than most when it was saved.
+
+        Only parts of arrays that several devices should hold alike are compared, and only by
+        devices that compute vital signs.
+
+        Example:
+            ```python
+            w = (await mgr.metadata(100)).tree["params"]["w"]
+            print(ckpt.extensions.VitalSigns.unequal_on(w))
+            ```
+        """
+        noted = leaf.notes.get(SIGNS_NOTE)
+        return () if noted is None else noted.unequal_on
 
 
 Extensions = Sequence[VitalSigns]
@@ -101,38 +132,17 @@ def open_extensions(extensions: Extensions, states: dict[str, Any]) -> tuple[Sig
 def reported_notes(chunks: int, records: bytes, others: bytes) -> dict[str, ChunkNotes]:
     """Return the notes of another process on its chunks, by extension, from their bytes."""
     from ckpt._plan.item_reports import ChunkNotes
-    from ckpt._vitals.extension.merged_signs import NAME
     from ckpt._vitals.signs import COPY, SIGNS, no_signs
 
     found = np.frombuffer(records, SIGNS) if records else no_signs(chunks)
-    return {NAME: ChunkNotes(found, no_signs(1)[0], np.frombuffer(others, COPY))}
-
-
-def merge_notes(name: str, table: LeafTable, notes: MergedNotes) -> LeafTable:
-    """Return the leaves of an item with what an extension has noted of their chunks.
-
-    Args:
-        name: Name of the extension.
-        table: The leaves.
-        notes: Its notes on the chunks of all writers.
-    """
-    from ckpt._vitals.extension.merged_signs import NAME, with_signs
-
-    assert name == NAME
-    return with_signs(table, notes)
+    return {SIGNS_NOTE: ChunkNotes(found, no_signs(1)[0], np.frombuffer(others, COPY))}
 
 
 def notes_of_step(manifest: Manifest) -> LeafNotes:
     """Return what extensions have noted about the leaves of a step, with their names."""
-    from ckpt._vitals.stored_signs import nonfinite_leaves, unequal_leaves
+    from ckpt._vitals import stored_signs
 
-    return LeafNotes(
-        manifest.nonfinite_leaves,
-        manifest.unequal_leaves,
-        tuple(nonfinite_leaves(manifest)),
-        tuple(unequal_leaves(manifest)),
-        manifest.unknown_leaves,
-    )
+    return stored_signs.notes_of_step(manifest)
 
 
 def device_check(
@@ -144,8 +154,10 @@ def device_check(
     return partial(check_arrays, _kernels_in(states))
 
 
-def read_check() -> ReadFingerprints:
+def read_check(manifest: Manifest) -> ReadFingerprints | None:
     """Return a check of the bytes of a step while `verify` reads them; see `ReadCheck`."""
+    if not any(SIGNS_NOTE in item.leaves.extensions for item in manifest.items.values()):
+        return None
     from ckpt._vitals.extension.restored_arrays import ReadFingerprints
 
     return ReadFingerprints()
@@ -153,9 +165,8 @@ def read_check() -> ReadFingerprints:
 
 def _kernels_in(states: dict[str, Any]) -> Kernels:
     from ckpt._vitals.extension.device_pass import Kernels
-    from ckpt._vitals.extension.merged_signs import NAME
 
-    found: Kernels = states.setdefault(NAME, Kernels())
+    found: Kernels = states.setdefault(SIGNS_NOTE, Kernels())
     return found
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert
 
 from ckpt._arguments import shown
 from ckpt._format.manifest_head import Aside
 from ckpt.errors import CheckpointError, InvalidArgumentError
 
 T = TypeVar("T")
+# The extension whose notes say how healthy the leaves of a step are.
+SIGNS_NOTE = "vital_signs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +72,16 @@ class LeafNotes(Struct, frozen=True):
         return bool(self.nonfinite_leaves or self.unequal_leaves)
 
 
+NO_NOTES = LeafNotes()
+
+
 def notes_in(head: Any) -> LeafNotes:
     """Return the notes that a manifest, or the head of one, has; they name no leaf."""
-    return LeafNotes(head.nonfinite_leaves, head.unequal_leaves)
+    noted = head.extensions.get(SIGNS_NOTE)
+    if noted is not None:
+        with contextlib.suppress(ValidationError):
+            return convert(noted, LeafNotes)
+    return NO_NOTES
 
 
 def notes_on_all(disks: Sequence[LeafNotes]) -> LeafNotes:

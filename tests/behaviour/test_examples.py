@@ -310,7 +310,7 @@ def test_lora_shares_its_base_model_with_every_step(tmp_path: Path) -> None:
         with ckpt.sync.CheckpointManager(root, mode="r") as mgr:
             assert mgr.latest_step() == runs.steps - 1
             assert mgr.verify().ok
-            assert mgr.metadata().tree["adapter"]["up"].vital_signs is not None
+            assert ckpt.extensions.VitalSigns.of(mgr.metadata().tree["adapter"]["up"]) is not None
 
 
 def written(lines: list[str]) -> list[tuple[int, int]]:

@@ -120,13 +120,18 @@ def test_where_one_has_no_signs_other_chunks_are_not_compared(
     assert (found["leaf"]["path"], found["signs"]) == ("w", None)
 
 
+def signs_in_document(manifest: dict[str, Any]) -> dict[str, Any]:
+    columns: dict[str, Any] = manifest["items"]["default"]["leaves"]["extensions"]["vital_signs"]
+    return columns
+
+
 def test_arrays_of_one_fingerprint_are_read_with_values(tmp_path: Path, capsys: Capsys) -> None:
     one = saved(tmp_path / "one", {"w": sharded(values(), 2)})
     # Two rows that change places are what a fingerprint sees; so the manifest is made to lie.
     other = saved(tmp_path / "other", {"w": sharded(values()[::-1], 8)})
-    claimed = document_of(one)["items"]["default"]["leaves"]
+    claimed = signs_in_document(document_of(one))
     lying = document_of(other)
-    lying["items"]["default"]["leaves"]["fingerprints"] = claimed["fingerprints"]
+    signs_in_document(lying)["fingerprints"] = claimed["fingerprints"]
     rewrite(other, lying)
     assert in_this_process(capsys, "diff", one, other).status == 0
     ran = in_this_process(capsys, "diff", one, other, "--values", "--json")
@@ -140,8 +145,8 @@ def test_digests_count_more_than_fingerprints(tmp_path: Path, capsys: Capsys) ->
         saved(tmp_path / "o", {"w": -jnp.ones(8)}),
     )
     lying = document_of(other)
-    claimed = document_of(one)["items"]["default"]["leaves"]
-    lying["items"]["default"]["leaves"]["fingerprints"] = claimed["fingerprints"]
+    claimed = signs_in_document(document_of(one))
+    signs_in_document(lying)["fingerprints"] = claimed["fingerprints"]
     rewrite(other, lying)
     assert in_this_process(capsys, "diff", one, other).status == 1
 
@@ -155,7 +160,7 @@ def test_signs_that_cannot_be_true_end_no_command(
     other = saved(tmp_path / "other", {"w": -jnp.ones(8), "v": jnp.ones(8)})
     lying = document_of(other)
     norms = base64.b64encode(np.array([norm, norm]).tobytes()).decode()
-    lying["items"]["default"]["leaves"]["norms"] = norms
+    signs_in_document(lying)["norms"] = norms
     rewrite(other, lying)
     for options in ((), ("--json",)):
         ran = in_this_process(capsys, "diff", one, other, *options)

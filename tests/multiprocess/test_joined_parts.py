@@ -20,6 +20,7 @@ import ckpt
 import ckpt.sync
 from ckpt._format.leaf_table import LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._vitals.stored_signs import signs_in
 from ckpt.errors import CoordinationError
 from tests.support.databases import in_database
 from tests.support.joined_steps import join
@@ -86,8 +87,9 @@ def test_their_manifests_say_the_same(root: Path, step: str) -> None:
     assert comparable(joined) == comparable(shared)
     for name, item in shared.items.items():
         assert leaves_of(joined.items[name], CUT) == leaves_of(item, CUT)
-    signs = [each.items["model"].leaves.signs for each in (shared, joined)]
-    assert len(signs[0])
+    assert joined.extensions == shared.extensions
+    signs = [signs_in(each.items["model"].leaves).records for each in (shared, joined)]
+    assert (signs[0]["norm"] >= 0).any()
     assert np.array_equal(signs[0]["fingerprint"], signs[1]["fingerprint"])
 
 
@@ -192,11 +194,9 @@ def test_replicas_of_several_parts_are_compared(
         assert told.value == {"unequal": 0, "ok": True}
     manifest = join([tmp_path / str(index) / "1" for index in range(3)], tmp_path / "joined" / "1")
     leaves = manifest.items["default"].leaves
-    assert {leaf.name: tuple(leaf.unequal_on) for leaf in leaves} == {
-        "bad": (1,),
-        "good": (),
-        "own": (),
-    }
+    unequal = signs_in(leaves).unequal
+    assert {leaves.names[number]: each for number, each in unequal.items()} == {"bad": (1,)}
+    assert manifest.extensions["vital_signs"]["unequal_leaves"] == 1
     assert "'bad' of 'default' (process 1)" in caplog.text
     assert ckpt.sync.verify(tmp_path / "joined" / "1").ok
 

@@ -9,6 +9,8 @@ import pytest
 
 import ckpt
 from ckpt._vitals.signs import SIGNS
+from ckpt._vitals.stored_signs import signs_in
+from ckpt.extensions import VitalSigns
 from tests.support.real_jobs import run_processes
 from tests.support.simulated_job import closed, managers, saved, steps
 
@@ -21,8 +23,9 @@ def records(path: Path) -> dict[str, np.ndarray]:
     arrays = [
         name for name, form in zip(table.names, table.form, strict=True) if table.forms[form].dtype
     ]
-    assert len(table.signs) == len(table.names)
-    return {name: table.signs[table.names.index(name)] for name in arrays}
+    assert "vital_signs" in table.extensions
+    found = signs_in(table).records
+    return {name: found[table.names.index(name)] for name in arrays}
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +74,8 @@ def test_processes_with_another_switch_save_no_wrong_signs(tmp_path: Path, witho
     mgrs = managers(tmp_path, each=each)
     assert steps(saved(mgrs, 1, state)) == [1, 1]
     closed(mgrs)
-    signs = ckpt.sync.metadata(tmp_path / "1").tree["a"].vital_signs
-    assert signs is None if without == 0 else signs.absmax == 9
+    found = VitalSigns.of(ckpt.sync.metadata(tmp_path / "1").tree["a"])
+    assert (None if found is None else found.absmax) == (None if without == 0 else 9)
 
 
 def test_on_disks_of_their_own_every_process_has_those_of_what_it_has_whole(tmp_path: Path) -> None:
@@ -106,7 +109,7 @@ def test_processes_whose_replicas_differ_are_named(
     assert [child.value["unequal"] for child in found] == [int(bool(named))] * count
     assert found[0].value["ok"]
     tree = ckpt.sync.metadata(tmp_path / "1").tree
-    assert {name: leaf.unequal_on for name, leaf in tree.items()} == {
+    assert {name: VitalSigns.unequal_on(leaf) for name, leaf in tree.items()} == {
         "good": (),
         "bad": named,
         "own": (),

@@ -27,8 +27,9 @@ from ckpt._plan.write_batches import WriteBatch
 from ckpt._tree.leaf_specs import LeafSpec
 from ckpt._vitals.extension import device_pass
 from ckpt._vitals.extension.device_pass import KERNEL_DTYPES, Kernels, begin_pass
-from ckpt._vitals.extension.merged_signs import unequal_leaves
+from ckpt._vitals.stored_signs import differing_replicas
 from ckpt.errors import CheckpointError, CorruptCheckpointError
+from ckpt.extensions import VitalSigns
 from tests.reliability.damage import Place, places_of
 from tests.reliability.tally import Tally
 from tests.support.damage import FlipBit, damaged
@@ -73,7 +74,7 @@ def replicas(directory: Path, count: int, seed: int = 0) -> Tally:
                 with _warnings() as heard:
                     info = mgr.save(step, state).result()
                 tree = mgr.metadata(step).tree
-                found = [name for name, leaf in tree.items() if leaf.unequal_on == (0,)]
+                found = [name for name, leaf in tree.items() if VitalSigns.unequal_on(leaf) == (0,)]
                 losses = list(_misnamed(named, found, heard))
                 if info.unequal_leaves != len(named):
                     losses.append(f"{info.unequal_leaves} leaves were counted, not {len(named)}")
@@ -103,7 +104,7 @@ def passes(directory: Path, count: int, seed: int = 0) -> Tally:
             with mock.patch.object(device_pass, "_LEAST_BYTES", 0), _warnings() as heard:
                 begun = begin_pass("device", plans, list(state.values()), (), kernels)
                 assert begun is not None
-                unequal = unequal_leaves(begun.copies(0))
+                unequal = differing_replicas(begun.copies(0))
                 begun.warn_of_unequal("default")
             found = [plans[number].name for number in unequal]
             total += Tally(1, len(named), list(_misnamed(named, found, heard)))

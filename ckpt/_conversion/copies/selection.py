@@ -24,6 +24,7 @@ from ckpt._tree.leaf_names import (
     suggestion,
 )
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError
+from ckpt.extensions._readers import notes_on_step
 
 _EVERYTHING = ("*", "**")
 # Kinds of containers that become dicts when they lose children: leaves keep paths and order.
@@ -100,7 +101,8 @@ def selected(manifest: Manifest, patterns: Sequence[str]) -> Selection | None:
     sources = {
         path: each for path, each in manifest.sources.items() if not path.startswith(dropped)
     }
-    found = replace(manifest, items=items, files=files, sources=sources)
+    notes = notes_on_step(items, manifest.extensions)
+    found = replace(manifest, items=items, files=files, sources=sources, extensions=notes)
     return Selection(found, tuple(cut), tuple(left_out), is_reshaped)
 
 

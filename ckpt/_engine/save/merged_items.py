@@ -126,10 +126,10 @@ def entry_of(entry: ItemEntry, tree: PlannedTree, stored: ChunkTable) -> ItemEnt
     found = tree.filled(entry, stored)
     if stored.notes:
         # Imported only where an extension has noted something.
-        from ckpt.extensions import merge_notes
+        from ckpt.extensions._readers import readers
 
-        for name, notes in stored.notes.items():
-            found = replace(found, leaves=merge_notes(name, found.leaves, notes))
+        for name, each in readers(stored.notes).items():
+            found = replace(found, leaves=each.with_notes(found.leaves, stored.notes[name]))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import anyio
 
@@ -45,11 +46,13 @@ async def write_manifest(
     request: SaveRequest,
     entries: Mapping[str, ItemEntry],
     part: bytes | None = None,
+    *,
+    joint: bool = False,
 ) -> Manifest:
     """Write the rest of the Orbax view, then the manifest; all of it is durable on return.
 
     `part` is the part file of a private disk. It replaces the view: Orbax would read zeros for the
-    chunks on other disks.
+    chunks on other disks. `joint` is True if other processes take part in the save.
     """
     if not entries:
         # A step without items could not be read.
@@ -100,11 +103,21 @@ async def write_manifest(
             statistics=session.hooks.watch.early(),
             files=session.files,
             dropped=list(request.dropped),
+            extensions=_notes(session, entries, joint=joint),
         )
         encoded = await run_in_thread(encode_manifest, manifest)
     await session.storage.write(attempt, FILE_NAME, encoded)
     session.sizes = sizes(manifest, encoded)
     return manifest
+
+
+def _notes(session: SaveSession, items: Mapping[str, ItemEntry], *, joint: bool) -> dict[str, Any]:
+    """Return what extensions say of the step; other processes may have some that this has not."""
+    if not session.extensions and not any(each.leaves.extensions for each in items.values()):
+        return {}
+    from ckpt.extensions._readers import notes_on_step
+
+    return notes_on_step(items, dict.fromkeys(session.extensions), joint=joint)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

@@ -102,6 +102,12 @@ async def delete_items(
         for name, policy in going.items()
     ]
 
+    notes = manifest.extensions
+    if notes:
+        from ckpt.extensions._readers import notes_on_step
+
+        notes = await run_in_thread(notes_on_step, items, notes)
+
     async def write(attempt: Attempt) -> dict[str, int]:
         own_disks, virtual = OWN_DISKS in manifest.requires, VIRTUAL in manifest.requires
         kept = replace(
@@ -116,6 +122,7 @@ async def delete_items(
                 if _item_of(path) not in going
             },
             dropped=[*manifest.dropped, *dropped],
+            extensions=notes,
         )
         async with while_read(storage, step_dir, manifest):
             return await _write_rest(storage, attempt, manifest, kept, going)

@@ -341,14 +341,4 @@ def _with_digests(leaves: LeafTable, found: list[FirstDigest]) -> LeafTable:
         digests[leaves.firsts[place.leaf] + place.number] = np.frombuffer(
             bytes.fromhex(digest), np.uint8
         )
-    return LeafTable(
-        leaves.names,
-        leaves.forms,
-        leaves.form,
-        digests.tobytes(),
-        leaves.offsets,
-        leaves.files,
-        leaves.lengths,
-        leaves.same_as,
-        leaves.values,
-    )
+    return leaves.replaced(digests=digests.tobytes())

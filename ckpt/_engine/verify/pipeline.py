@@ -26,7 +26,7 @@ from ckpt._engine.verify.report import NO_LIMITS, FileSelection, Problem, ReadLi
 from ckpt._engine.verify.scanner import MOST_DECODED_BYTES, MOST_FOREIGN_BYTES, Scanner
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.chunk_locations import ChunkLocation, misplaced_leaves, places_in
-from ckpt._format.leaf_table import LeafEntry, has_notes
+from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import ItemEntry, Manifest, Node, of_item
 from ckpt._format.manifest_head import FILE_NAME, OWN_DISKS, VIRTUAL, FileEntry
 from ckpt._format.step_files import SourceFile
@@ -229,10 +229,10 @@ async def _compare_unless_deleted(
     most_decoded = MOST_FOREIGN_BYTES if manifest.sources else MOST_DECODED_BYTES
     recorder = EventRecorder("verify", manifest.step, observers)
     check = None
-    if any(has_notes(item.leaves) for item in manifest.items.values()):
+    if any(item.leaves.extensions for item in manifest.items.values()):
         from ckpt.extensions import read_check
 
-        check = read_check()
+        check = read_check(manifest)
     scanner = Scanner(files, recorder, most_decoded, check)
     try:
         await _compare(

@@ -16,7 +16,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,14 @@ from ckpt._engine.memory.staging import shards_of
 from ckpt._format.regions import Region, Shape, addressable_regions, chunk_grid, position_in_grid
 from ckpt._plan.chunking import LeafPlan, holders_of
 from ckpt._runtime.threads import run_in_thread
-from ckpt._settings import SignsPlace
-from ckpt._vitals.extension.merged_signs import first_names
-from ckpt._vitals.fingerprint import CHANNELS, COLUMN_BITS, COLUMNS, seed
+from ckpt._vitals.fingerprint import CHANNELS, COLUMN_BITS, COLUMNS, odd
 from ckpt._vitals.signs import COPY, SIGNS, Array, no_copies
+from ckpt._vitals.stored_signs import first_names
 
 logger = logging.getLogger("ckpt")
+
+# Where vital signs are taken; see `ckpt.extensions.VitalSigns`.
+SignsPlace = Literal["auto", "host", "device"]
 
 # Most memory that a kernel may need for itself: this part of a shard's memory, and a little.
 _SCRATCH_SHARE, _SCRATCH_BYTES = 8, 4 << 20
@@ -112,9 +114,9 @@ class Kernels(Struct):
         """Never use a kernel again, since it cannot run on the arrays that it was made for."""
         self._known[key] = None
 
-    def missing(self, keys: Iterable[KernelKey]) -> list[KernelKey]:
-        """Return the keys that were never compiled."""
-        return [key for key in dict.fromkeys(keys) if key not in self._known]
+    def want(self, keys: Iterable[KernelKey]) -> None:
+        """Let kernels that were never compiled be compiled after the save."""
+        self.wanted.update((key, None) for key in keys if key not in self._known)
 
     async def compile_wanted(self, goes_on: Callable[[], bool]) -> None:
         """Compile kernels that saves wanted, while `goes_on` returns True; on the engine's loop.
@@ -269,7 +271,7 @@ def _column_factors(first: jax.Array, shape: Sequence[int], itemsize: int) -> ja
     shared = jnp.array(_PARTS[::itemsize], jnp.uint32)[part]
     shared *= _high_factors(words >> COLUMN_BITS, dimension)
     lower = words & (COLUMNS - 1)
-    return jnp.stack([_odd(lower, dimension, channel) * shared for channel in range(CHANNELS)])
+    return jnp.stack([odd(lower, dimension, channel) * shared for channel in range(CHANNELS)])
 
 
 def _row_factors(offset: jax.Array, shape: Sequence[int]) -> jax.Array:
@@ -277,23 +279,14 @@ def _row_factors(offset: jax.Array, shape: Sequence[int]) -> jax.Array:
     along = jnp.ones((*shape, 1), jnp.uint32)
     for dimension, length in enumerate(shape):
         indexes = offset[dimension] + lax.iota(jnp.uint32, length)
-        factors = _odd(indexes & (COLUMNS - 1), dimension, 2)
+        factors = odd(indexes & (COLUMNS - 1), dimension, 2)
         factors *= _high_factors(indexes >> COLUMN_BITS, dimension)
         along *= factors.reshape(length, *[1] * (len(shape) - dimension))
     return along
 
 
 def _high_factors(high: jax.Array, dimension: int) -> jax.Array:
-    return jnp.where(high > 0, _odd(high, dimension, 3), 1)
-
-
-def _odd(digits: jax.Array, dimension: int, table: int) -> jax.Array:
-    """Return an odd number for each digit, the same as `ckpt._vitals.fingerprint`."""
-    x = digits + jnp.uint32(seed(dimension, table))
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    mixed: jax.Array = (x ^ (x >> 16)) | jnp.uint32(1)
-    return mixed
+    return jnp.where(high > 0, odd(high, dimension, 3), 1)
 
 
 # Smallest shard for a kernel: small shards are many, and the host takes small arrays together.
@@ -418,12 +411,11 @@ def begin_pass(
         for number, (plan, leaf) in enumerate(zip(plans, leaves, strict=True))
         if number not in left_out and _is_suitable(plan, leaf, on_cpus=place == "device")
     }
-    missing = kernels.missing(keys.values())
     if place == "device":
-        for key in missing:
+        for key in keys.values():
             kernels.compile(key)
     else:
-        kernels.wanted.update(dict.fromkeys(missing))
+        kernels.want(keys.values())
     pending: dict[int, _LeafPass] = {}
     for number, key in keys.items():
         kernel = kernels.find(key)

@@ -18,15 +18,16 @@ from msgspec import Struct, field
 from ckpt._engine.memory.staging import host_bytes, shards_of
 from ckpt._format.array_format import parse_dtype
 from ckpt._format.chunk_locations import ChunkLocation, region_of
-from ckpt._format.leaf_table import LeafEntry, LeafTable, has_notes, signs_at
+from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import Manifest
 from ckpt._format.regions import Region, addressable_regions, whole
 from ckpt._plan.targets import ArrayRead
 from ckpt._vitals.extension.device_pass import Kernels, can_be_passed, joined, key_of, signs_records
-from ckpt._vitals.extension.merged_signs import first_names
 from ckpt._vitals.fingerprint import BoxFingerprint
 from ckpt._vitals.signs import SIGNS, Array, box_signs, join_signs, signs_of
-from ckpt.errors import DeviceMismatchError, InvalidArgumentError
+from ckpt._vitals.stored_signs import NAME, first_names, notes_of_step, signs_in
+from ckpt.errors import CorruptCheckpointError, DeviceMismatchError, InvalidArgumentError
+from ckpt.keep._questions import notes_in
 
 logger = logging.getLogger("ckpt")
 
@@ -49,7 +50,8 @@ def check_arrays(
         DeviceMismatchError: Arrays differ from the saved ones; names them, and devices.
         InvalidArgumentError: The step has no vital signs.
     """
-    if any(read.value is None for read in reads) and not has_notes(leaves):
+    stored = signs_in(leaves)
+    if any(read.value is None for read in reads) and NAME not in leaves.extensions:
         raise InvalidArgumentError(
             "verify='device': the step has no vital signs to compare with; it has to be saved with "
             "extensions=[ckpt.extensions.VitalSigns()]"
@@ -60,7 +62,7 @@ def check_arrays(
         if read.value is not None:
             # The value came from the manifest, which has a digest of its own.
             continue
-        saved = None if read.leaf is None else signs_at(leaves, read.leaf)
+        saved = None if read.leaf is None else stored.of(read.leaf)
         data = jax.random.key_data(array) if read.target.kind == "key" else array
         if saved is None or not _is_as_saved(read, data):
             left_out.append(read.path)
@@ -117,13 +119,11 @@ def _records(data: Any, regions: Sequence[tuple[Region, list[int]]], kernels: Ke
         shard = data.sharding.shard_shape(data.shape)
         if can_be_passed(data, shard, on_cpus=False):
             key = key_of(data.sharding, data.shape, data.dtype.name, shard)
-            for each in kernels.missing([key]):
-                kernels.compile(each)
+            kernels.compile(key)
             kernel = kernels.find(key)
             if kernel is not None:
                 try:
-                    found = signs_records(*map(np.asarray, kernel(joined(data, key))))
-                    return found.reshape(-1)
+                    return signs_records(*map(np.asarray, kernel(joined(data, key)))).reshape(-1)
                 except Exception as error:
                     # For example a device whose memory is full. Its arrays can still be copied.
                     logger.warning("verify='device': an array is compared on the host (%s)", error)
@@ -136,43 +136,50 @@ def _records(data: Any, regions: Sequence[tuple[Region, list[int]]], kernels: Ke
     return records
 
 
-class _LeafSums(Struct):
-    chunks: int = 0
-    one: int = 0
-    two: int = 0
-
-
 class ReadFingerprints(Struct):
     """The sums of the chunks that were read and have the right digests, by item and leaf."""
 
-    _leaves: dict[tuple[str, int], _LeafSums] = field(default_factory=dict)
+    # Number of the chunks of each leaf, and their sums in both channels.
+    _leaves: dict[tuple[str, int], tuple[int, int, int]] = field(default_factory=dict)
 
-    def of_chunk(self, leaf: LeafEntry, place: ChunkLocation) -> BoxFingerprint | None:
-        """Return an object that fingerprints a chunk; None if its leaf has no fingerprint."""
-        if leaf.vital_signs is None:
-            return None
+    def of_chunk(self, leaf: LeafEntry, place: ChunkLocation) -> BoxFingerprint:
+        """Return an object that fingerprints a chunk."""
         region = region_of(leaf, place.number)
         return BoxFingerprint(region.offset, region.shape, parse_dtype(leaf.dtype).itemsize)
 
     def add(self, item: str, chunks: Iterable[tuple[int, tuple[int, int]]]) -> None:
         """Add the sums of the chunks of one file of an item, with the numbers of their leaves."""
         for leaf, (one, two) in chunks:
-            found = self._leaves.setdefault((item, leaf), _LeafSums())
-            found.chunks += 1
-            found.one += one
-            found.two += two
+            known = self._leaves.get((item, leaf), (0, 0, 0))
+            self._leaves[item, leaf] = known[0] + 1, known[1] + one, known[2] + two
 
-    def problems(self, manifest: Manifest) -> Iterator[tuple[str, str, str]]:
+    def problems(self, manifest: Manifest) -> Iterator[tuple[str | None, str | None, str]]:
         """Yield item, leaf and fault of leaves with right bytes and a wrong fingerprint."""
-        for (item, number), sums in self._leaves.items():
-            leaf = manifest.items[item].leaves[number]
+        try:
+            stored = {name: signs_in(item.leaves) for name, item in manifest.items.items()}
+        except CorruptCheckpointError:
+            # Reported with the leaves that contradict themselves.
+            return
+        told, counted = notes_in(manifest), notes_of_step(manifest)
+        # Earlier writers did not count leaves while the signs of others were unknown.
+        if (
+            told.nonfinite_leaves not in (None, counted.nonfinite_leaves)
+            or told.unequal_leaves != counted.unequal_leaves
+        ):
+            yield (
+                None,
+                None,
+                "its head counts other unhealthy leaves than it has",
+            )
+        for (item, number), (chunks, one, two) in self._leaves.items():
+            leaf, signs = manifest.items[item].leaves[number], stored[item].of(number)
             # Unread or damaged leaves are reported elsewhere.
-            if leaf.vital_signs is None or sums.chunks < len(leaf.digests):
+            if signs is None or chunks < len(leaf.digests):
                 continue
-            found = f"{sums.two & 0xFFFFFFFF:08x}{sums.one & 0xFFFFFFFF:08x}"
-            if found != leaf.vital_signs.fingerprint:
+            found = f"{two & 0xFFFFFFFF:08x}{one & 0xFFFFFFFF:08x}"
+            if found != signs.fingerprint:
                 message = (
-                    f"its fingerprint is {leaf.vital_signs.fingerprint} there, and that of its "
+                    f"its fingerprint is {signs.fingerprint} there, and that of its "
                     f"bytes is {found}; its digests are right, so its vital signs are wrong"
                 )
                 yield item, leaf.name, message

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,18 +20,16 @@ from msgspec.structs import replace
 
 from ckpt._arguments import invalid
 from ckpt._format.array_format import DTYPES
-from ckpt._format.manifest import ItemEntry, Manifest, Node
+from ckpt._format.manifest import Manifest, Node
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import ChunkNotes, ItemReport
 from ckpt._plan.write_batches import Chunk, WriteBatch
 from ckpt._redaction import redact
-from ckpt._settings import SignsPlace
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_names import Pattern, compile_pattern, near_miss
-from ckpt._vitals.extension.device_pass import DevicePass, Kernels, begin_pass
-from ckpt._vitals.extension.merged_signs import NAME, first_names, warn_of_unequal
+from ckpt._vitals.extension.device_pass import DevicePass, Kernels, SignsPlace, begin_pass
 from ckpt._vitals.signs import SIGNS, Array, Taker, box_signs, no_copies, no_signs, whole_signs
-from ckpt._vitals.stored_signs import nonfinite_leaves
+from ckpt._vitals.stored_signs import NAME, first_names, nonfinite_leaves
 from ckpt.errors import InvalidArgumentError
 
 logger = logging.getLogger("ckpt")
@@ -74,98 +72,40 @@ def changed_leaves(numbers: Sequence[int], before: ItemReport, after: ItemReport
         before: The report of the step before.
         after: The report of this step.
     """
-    known = _digests(numbers, before)
-    found = _digests(numbers, after)
-    return sorted({key[0] for key, own in found.items() if known.get(key) != own})
+    known, found = (_contents(numbers, report) for report in (before, after))
+    return sorted({leaf for leaf, _, _ in found - known})
 
 
-def _digests(numbers: Sequence[int], report: ItemReport) -> dict[tuple[int, int], bytes]:
+def _contents(numbers: Sequence[int], report: ItemReport) -> set[tuple[int, int, bytes]]:
+    """Return leaf, number and digest of the chunks of some leaves."""
     places = np.flatnonzero(np.isin(report.rows["leaf"], list(numbers)))
-    rows: Array = report.rows[places]
-    keys = zip(rows["leaf"].tolist(), rows["number"].tolist(), strict=True)
-    return dict(zip(keys, map(bytes, report.digests[places]), strict=True))
+    rows, digests = report.rows[places], map(bytes, report.digests[places])
+    return set(zip(rows["leaf"].tolist(), rows["number"].tolist(), digests, strict=True))
 
 
-def unchanged_leaves(
-    candidates: Collection[int],
-    place: SignsPlace,
-    plans: Sequence[LeafPlan],
-    leaves: Sequence[Any],
-    before: ItemReport,
-    kernels: Kernels,
-) -> list[int]:
-    """Return the leaves whose chunks all have the vital signs that they had in the step before.
-
-    Waits for the devices. Leaves whose signs the devices do not take are left out, and so are
-    leaves whose earlier signs are unknown.
-
-    Args:
-        candidates: Numbers of the leaves to check.
-        place: Place where vital signs are taken.
-        plans: The plans of all leaves.
-        leaves: The leaves.
-        before: The report of this process on the step before.
-        kernels: The kernels compiled so far.
-    """
-    notes = before.notes.get(NAME)
-    if notes is None:
-        return []
-    others = set(range(len(plans))) - set(candidates)
-    passed = begin_pass(place, plans, leaves, others, kernels)
-    found = []
-    # Digests find unchanged leaves among the others.
-    for leaf in sorted(passed.looked_at):
-        places = np.flatnonzero(before.rows["leaf"] == leaf)
-        numbers = before.rows["number"][places].tolist()
-        records = [passed.record(leaf, number) for number in numbers]
-        pairs = zip(records, notes.records[places], strict=True)
-        if records and all(
-            own is not None
-            and known["norm"] >= 0
-            and all((own[name] == known[name]).all() for name in _EXACT)
-            for own, known in pairs
-        ):
-            found.append(leaf)
-    return found
-
-
-# Most leaves that a warning names.
-_NAMED = 5
 # Bytes of small arrays whose signs are taken together.
 _TOGETHER_BYTES = 1 << 19
 _NONE = ChunkNotes(no_signs(0), no_signs(1)[0], no_copies())
 
 
-class SignsOfManager:
+class SignsOfManager(Struct):
     """The vital signs that the saves of a manager take.
 
     Attributes:
         name: Name of the extension.
     """
 
+    _place: SignsPlace
+    # Patterns of leaves that are checked for changes before they are staged.
+    _frozen: tuple[Pattern, ...]
+    _kernels: Kernels
+    # Leaves in which the last save found values that are not finite.
+    _odd_leaves: frozenset[str] = frozenset()
     name: str = NAME
-
-    def __init__(self, place: SignsPlace, frozen: tuple[Pattern, ...], kernels: Kernels) -> None:
-        """Take the signs at `place`.
-
-        Args:
-            place: Place where they are taken.
-            frozen: Patterns of leaves that are checked for changes before they are staged.
-            kernels: Kernels for devices.
-        """
-        self._place = place
-        self._frozen = frozen
-        self._kernels = kernels
-        # Leaves in which the last save found values that are not finite.
-        self._odd_leaves: frozenset[str] = frozenset()
 
     def begin_save(self) -> SignsOfSave:
         """See `ChunkExtension.begin_save`."""
         return SignsOfSave(self._place, self._frozen, self._kernels)
-
-    def merged(self, entries: Mapping[str, ItemEntry]) -> None:
-        """Warn of leaves of which processes should hold the same values, and do not."""
-        warn_of_unequal(entries)
 
     def committed(self, manifest: Manifest, where: str) -> None:
         """Warn of the leaves of a step that have values that are not finite.
@@ -178,13 +118,11 @@ class SignsOfManager:
         self._odd_leaves = frozenset(found)
         if not found or are_known:
             return
-        named = [f"{leaf:.80} ({count})" for leaf, count in list(found.items())[:_NAMED]]
         logger.warning(
-            "%s was saved with NaN or infinite values in %s: %s%s",
+            "%s was saved with NaN or infinite values in %s: %s",
             redact(where) if manifest.step is None else f"step {manifest.step}",
             "1 leaf" if len(found) == 1 else f"{len(found)} leaves",
-            ", ".join(named),
-            ", ..." if len(found) > _NAMED else "",
+            first_names([f"{leaf:.80} ({count})" for leaf, count in found.items()]),
         )
 
     async def after_save(self, goes_on: Callable[[], bool]) -> None:
@@ -248,11 +186,31 @@ class SignsOfItem(Struct):
         base: ItemReport,
         same: Sequence[int],
     ) -> list[int]:
-        """Return the frozen leaves that devices find unchanged; see `NotesOfItem.unchanged`."""
-        candidates = sorted(set(self._frozen).difference(same))
-        if not candidates:
+        """Return the frozen leaves whose chunks all have the vital signs of the step before.
+
+        Waits for the devices. Leaves whose signs the devices do not take are left out, and so are
+        leaves whose earlier signs are unknown.
+        """
+        notes, frozen = base.notes.get(NAME), set(self._frozen).difference(same)
+        if notes is None or not frozen:
             return []
-        return unchanged_leaves(candidates, self._place, plans, leaves, base, self._kernels)
+        # Digests find unchanged leaves among the others.
+        others = set(range(len(plans))) - frozen
+        passed = begin_pass(self._place, plans, leaves, others, self._kernels)
+        found = []
+        for leaf in sorted(passed.looked_at):
+            places = np.flatnonzero(base.rows["leaf"] == leaf)
+            numbers = base.rows["number"][places].tolist()
+            records = [passed.record(leaf, number) for number in numbers]
+            pairs = zip(records, notes.records[places], strict=True)
+            if records and all(
+                own is not None
+                and known["norm"] >= 0
+                and all((own[name] == known[name]).all() for name in _EXACT)
+                for own, known in pairs
+            ):
+                found.append(leaf)
+        return found
 
     def begin(
         self,

@@ -60,7 +60,7 @@ def test_of_plain_calls(tmp_path: Path) -> None:
             (ckpt.types.DroppedItem, metadata.info.dropped[0]),
             (ckpt.types.ItemInfo, metadata.items["note"]),
             (ckpt.types.LeafInfo, metadata.items["tree"]["w"]),
-            (ckpt.types.LeafSigns, metadata.items["tree"]["w"].vital_signs),
+            (ckpt.types.LeafSigns, ckpt.extensions.VitalSigns.of(metadata.items["tree"]["w"])),
             (ckpt.types.Pin, mgr.pins()[1][0]),
             (ckpt.types.VerifyReport, mgr.verify(1)),
             (ckpt.types.VerifyReport, ckpt.sync.verify(tmp_path / "run" / "1")),

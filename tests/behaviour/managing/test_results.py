@@ -138,10 +138,11 @@ def test_of_metadata(mgr: ckpt.sync.CheckpointManager) -> None:
     assert (found.tree["tied"].same_as, w.same_as) == (None, "tied")
     assert (w.name, w.kind, w.shape, w.dtype) == ("w", "jax", (8, 8), np.float32)
     assert (w.chunks, w.nbytes, w.impl, w.weak_type) == ((8, 8), W.nbytes, None, False)
-    assert (w.sharding, w.unequal_on) == (None, ())
+    assert (w.sharding, ckpt.extensions.VitalSigns.unequal_on(w)) == (None, ())
     assert (key.kind, key.impl, key.shape, key.nbytes) == ("key", "threefry2x32", (), 8)
     assert found.tree["weak"].weak_type
-    signs = found.tree["tied"].vital_signs
+    signs = ckpt.extensions.VitalSigns.of(found.tree["tied"])
+    assert signs is not None
     assert (signs.nonfinite, signs.absmax) == (0, 63)
     assert signs.norm == pytest.approx(float(np.linalg.norm(W)))
     assert len(bytes.fromhex(signs.fingerprint)) == 8
@@ -262,7 +263,9 @@ def test_of_a_run_that_began_from_another(tmp_path: Path) -> None:
 def test_of_values_that_are_not_finite(mgr: ckpt.sync.CheckpointManager) -> None:
     info = mgr.save(1, {"a": np.array([1, np.nan, np.inf]), "b": W}).result()
     assert info.nonfinite_leaves == 1
-    assert mgr.metadata(1).tree["a"].vital_signs.nonfinite == 2
+    signs = ckpt.extensions.VitalSigns.of(mgr.metadata(1).tree["a"])
+    assert signs is not None
+    assert signs.nonfinite == 2
 
 
 def test_of_damage(mgr: ckpt.sync.CheckpointManager, tmp_path: Path) -> None:

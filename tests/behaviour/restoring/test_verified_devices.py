@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from msgspec.structs import replace
 
 import ckpt
 from ckpt._engine.restore import item_reader, placement
 from ckpt._format.array_format import DTYPES
 from ckpt._vitals.extension import device_pass
 from ckpt._vitals.extension.device_pass import Kernels
+from ckpt._vitals.stored_signs import signs_in
 from ckpt.errors import DeviceMismatchError, InvalidArgumentError
 from tests.behaviour.saving.test_signs_on_devices import MESHES, flipped
 
@@ -104,7 +106,11 @@ def test_one_wrong_bit_on_one_device_is_found(
 def spoil(step: Path) -> None:
     """Let the manifest say that the device had other values than those that were written."""
     manifest = ckpt.manifest.decode((step / "ckpt.json").read_bytes(), where=str(step))
-    manifest.items["default"].leaves.signs["fingerprint"] ^= np.uint32(1 << 7)
+    item = manifest.items["default"]
+    stored = signs_in(item.leaves)
+    stored.records["fingerprint"] ^= np.uint32(1 << 7)
+    items = {"default": replace(item, leaves=stored.on(item.leaves))}
+    manifest = replace(manifest, items=items)
     (step / "ckpt.json").write_bytes(ckpt.manifest.encode(manifest))
 
 

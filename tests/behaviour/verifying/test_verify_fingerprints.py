@@ -12,7 +12,8 @@ from msgspec.structs import replace
 import ckpt
 from ckpt._vitals.fingerprint import BoxFingerprint
 from ckpt._vitals.signs import box_signs
-from ckpt.manifest import LeafTable, decode, encode
+from ckpt.manifest import decode, encode
+from tests.support.signed_leaves import signed, signs_of_leaves
 
 RNG = np.random.default_rng(0)
 STATE = {
@@ -37,12 +38,11 @@ def change_signs(path: Path, name: str, **changes: Any) -> None:
     file = path / "ckpt.json"
     manifest = decode(file.read_bytes(), where=str(file))
     item = manifest.items["default"]
-    leaves = list(item.leaves)
-    number = [leaf.name for leaf in leaves].index(name)
-    signs = leaves[number].vital_signs
-    assert signs is not None
-    leaves[number] = replace(leaves[number], vital_signs=replace(signs, **changes))
-    items = {"default": replace(item, leaves=LeafTable.of(leaves))}
+    signs = [
+        replace(each, **changes) if each and leaf.name == name else each
+        for leaf, each in zip(item.leaves, signs_of_leaves(item.leaves), strict=True)
+    ]
+    items = {"default": replace(item, leaves=signed(item.leaves, signs))}
     file.write_bytes(encode(replace(manifest, items=items)))
 
 

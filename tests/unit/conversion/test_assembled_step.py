@@ -29,6 +29,7 @@ from ckpt._job.publication import merge_processes
 from ckpt._plan.item_reports import ChunkNotes, ChunkTable, ItemReport, PlannedTree
 from ckpt._plan.orbax_view import item_view, step_view, text_view
 from ckpt._vitals.signs import COPY, SIGNS, Array, no_signs
+from ckpt._vitals.stored_signs import signs_in
 from ckpt.errors import CheckpointError, CoordinationError, CorruptCheckpointError
 from tests.unit.plan.simulated_jobs import Job, jobs
 from tests.unit.plan.test_process_reports import Written, typical
@@ -215,7 +216,7 @@ def test_unequal_replicas_of_several_processes_are_warned_of(
         report.trees["state"] = replace(tree, written=noted(tree.written, signs, copies))
     with caplog.at_level(logging.WARNING, "ckpt"):
         manifest = parts.joined().manifest
-    assert manifest.items["state"].leaves.unequal == {1: (2,)}
+    assert signs_in(manifest.items["state"].leaves).unequal == {1: (2,)}
     assert "'leaf1' of 'state' (process 2)" in caplog.text
 
 

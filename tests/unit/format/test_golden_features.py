@@ -113,7 +113,7 @@ def test_what_is_kept_with_steps_comes_back() -> None:
         assert [each.item for each in mgr.metadata(1).info.dropped] == ["notes"]
         assert mgr.restore(3, items=["notes"]) == {"notes": "step 3"}
         assert mgr.metadata(3).info.statistics.shared_bytes > 250_000
-        signs = mgr.metadata(3).items["state"]["params"]["w"].vital_signs
+        signs = ckpt.extensions.VitalSigns.of(mgr.metadata(3).items["state"]["params"]["w"])
         assert signs is not None
         assert signs.absmax == 66.0
     assert ckpt.sync.metadata(GOLDEN / "partial/5").info.custom_metadata == {"parts": 2}

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -89,7 +90,8 @@ def test_of_its_head(step: Path) -> None:
     assert (head.created_ns, head.committed_ns) == (whole.created_ns, whole.committed_ns)
     assert (head.files, head.sizes, head.manifest_bytes) == (whole.files, stored(step), len(data))
     assert (head.tops, head.fileless, head.dropped) == ({"default", "metrics"}, [], [])
-    assert (head.nonfinite_leaves, head.unequal_leaves, head.left_behind) == (0, 0, [])
+    assert head.extensions == {"vital_signs": {"nonfinite_leaves": 0, "unequal_leaves": 0}}
+    assert (head.extensions, head.left_behind) == (whole.extensions, [])
     assert 0 < head.rest < len(data)
     assert ckpt.manifest.peek_files(data) == {"ckpt.json", *stored(step)}
     assert ckpt.manifest.flat_metrics(head.metrics) == {"train/loss": 0.5}
@@ -114,8 +116,13 @@ def test_of_its_leaves(step: Path) -> None:
     assert (leaves["weak"].committed, rows.committed) == (False, True)
     assert (same.codec, len(same.lengths), same.packed) == ("zstd", len(same.digests), False)
     assert leaves["tied"].same_as == list(leaves).index("same")
-    assert rows.vital_signs is not None
-    assert (rows.vital_signs.absmax, rows.unequal_on) == (63, ())
+    assert item.leaves.extensions.keys() == {"vital_signs"}
+    assert item.leaves.replaced(extensions={}) == ckpt.manifest.LeafTable.of(item.leaves)
+    blank = item.leaves.replaced(digests=bytes(len(item.leaves.digests)))
+    assert len(blank.unchecked()) == len(blank.offsets)
+    assert len(item.leaves.unchecked()) == 0
+    of_nothing = ckpt.manifest.LeafTable(extensions={"mine": msgspec.Raw(b"3")})
+    assert bytes(of_nothing.extensions["mine"]) == b"3"
     form = rows.form
     assert isinstance(form, ckpt.manifest.LeafForm)
     assert (form.kind, form.dtype, form.shape, form.chunks) == ("jax", "float32", (8, 8), (8, 8))

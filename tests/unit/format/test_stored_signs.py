@@ -10,15 +10,19 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
+from msgspec import Raw
 from msgspec.structs import replace
 
 import ckpt
 from ckpt._format.leaf_table import LeafColumns, LeafEntry, LeafTable
-from ckpt._format.manifest import ItemEntry, Manifest
+from ckpt._format.manifest import ItemEntry
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._vitals.signs import LeafSigns
+from ckpt._vitals.stored_signs import notes_of_step, of_step, signs_in
 from ckpt.errors import CorruptCheckpointError
+from ckpt.keep._questions import LeafNotes, notes_in
 from ckpt.manifest import decode, encode, peek
+from tests.support.signed_leaves import signed, signs_of_leaves
 
 SIGNS = LeafSigns("0123456789abcdef", 2, 3.0, 2.5)
 W = LeafEntry(
@@ -29,17 +33,29 @@ W = LeafEntry(
     chunks=(2, 3),
     digests=["1" * 32],
     offsets=[0],
-    vital_signs=SIGNS,
 )
 TIED = replace(W, name="tied", same_as=0)
-UNKNOWN = replace(W, name="u", vital_signs=None)
-WHOLE = replace(W, name="i", dtype="int32", vital_signs=replace(SIGNS, nonfinite=0))
+UNKNOWN = replace(W, name="u")
+WHOLE = replace(W, name="i", dtype="int32")
 COUNT = LeafEntry(name="n", kind="int", value="3")
 LEAVES = [W, TIED, UNKNOWN, WHOLE, COUNT]
+OF_LEAVES = [SIGNS, SIGNS, None, replace(SIGNS, nonfinite=0), None]
+TABLE = signed(LEAVES, OF_LEAVES)
 
 
-def columns(leaves: list[LeafEntry]) -> LeafColumns:
-    return LeafTable.of(leaves).columns()
+def columns(table: LeafTable) -> dict[str, Any]:
+    """The columns of the vital signs, as the file has them."""
+    found: dict[str, Any] = msgspec.json.decode(table.extensions["vital_signs"])
+    return found
+
+
+def with_columns(table: LeafTable, found: dict[str, Any]) -> LeafTable:
+    return table.replaced(extensions={"vital_signs": Raw(msgspec.json.encode(found))})
+
+
+def written_and_read(table: LeafTable) -> LeafTable:
+    data = msgspec.json.encode(table.columns())
+    return LeafTable.read(msgspec.json.decode(data, type=LeafColumns))
 
 
 def checked(table: LeafTable) -> None:
@@ -47,17 +63,28 @@ def checked(table: LeafTable) -> None:
 
 
 def test_the_signs_of_every_leaf_come_back() -> None:
-    data = msgspec.json.encode(columns(LEAVES))
-    found = LeafTable.read(msgspec.json.decode(data, type=LeafColumns))
-    assert [leaf.vital_signs for leaf in found] == [leaf.vital_signs for leaf in LEAVES]
-    assert found == LeafTable.of(LEAVES)
-    assert found.nonfinite() == [0, 1]
+    found = written_and_read(TABLE)
+    assert signs_of_leaves(found) == OF_LEAVES
+    assert found == TABLE != LeafTable.of(LEAVES)
+    assert signs_in(found).nonfinite() == [0, 1]
     checked(found)
 
 
+def test_columns_of_earlier_writers_are_read() -> None:
+    # They were beside the others, and not below `extensions`.
+    plain = msgspec.json.decode(msgspec.json.encode(LeafTable.of(LEAVES).columns()))
+    old = msgspec.json.encode(plain | columns(signed(LEAVES, OF_LEAVES, {2: (1,)})))
+    found = LeafTable.read(msgspec.json.decode(old, type=LeafColumns))
+    assert signs_of_leaves(found) == OF_LEAVES
+    assert signs_in(found).unequal == {2: (1,)}
+    checked(found)
+    assert written_and_read(found) == found
+
+
 def test_where_none_are_known_there_are_no_columns() -> None:
-    found = columns([UNKNOWN, COUNT])
-    assert (found.fingerprints, found.norms, found.absmax, found.nonfinite) == (b"", b"", b"", [])
+    found = signed([UNKNOWN, COUNT], [None, None])
+    assert found.extensions == {}
+    assert "extensions" not in msgspec.json.decode(msgspec.json.encode(found.columns()))
 
 
 @pytest.mark.parametrize(
@@ -71,19 +98,26 @@ def test_where_none_are_known_there_are_no_columns() -> None:
         {"fingerprints": b"", "norms": b"", "absmax": b""},
         {"nonfinite": [(5, 1)]},
         {"nonfinite": [(0, 1), (0, 1)]},
+        {"nonfinite": [(0, 0)]},
+        {"nonfinite": [(0, -1)]},
+        {"unequal": [(5, [0])]},
+        {"unequal": [(0, [0]), (0, [1])]},
+        {"unequal": [(0, [0]), (1, [])]},
+        {"norms": 3},
     ],
     ids=str,
 )
 def test_columns_that_do_not_fit_each_other_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"vital signs|twice"):
-        LeafTable.read(replace(columns(LEAVES), **change))
+    table = with_columns(TABLE, columns(TABLE) | change)
+    with pytest.raises(CorruptCheckpointError, match="vital signs cannot be read"):
+        checked(table)
 
 
-@pytest.mark.parametrize("change", [{"nonfinite": [(0, 0)]}, {"nonfinite": [(0, -1)]}], ids=str)
-def test_a_count_that_no_array_can_have_is_refused(change: dict[str, Any]) -> None:
-    data = msgspec.json.encode(replace(columns(LEAVES), **change))
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(data, type=LeafColumns)
+def test_something_else_than_columns_is_refused() -> None:
+    for found in (3, None, "x", [1]):
+        table = TABLE.replaced(extensions={"vital_signs": Raw(msgspec.json.encode(found))})
+        with pytest.raises(CorruptCheckpointError, match="vital signs cannot be read"):
+            checked(table)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +138,7 @@ def test_a_count_that_no_array_can_have_is_refused(change: dict[str, Any]) -> No
     ids=str,
 )
 def test_signs_that_cannot_be_true_are_refused(signs: LeafSigns) -> None:
-    table = LeafTable.of([W, replace(W, name="x", vital_signs=signs)])
+    table = signed([W, replace(W, name="x")], [SIGNS, signs])
     with pytest.raises(CorruptCheckpointError, match="vital signs cannot be true") as caught:
         checked(table)
     assert caught.value.leaf == "x"
@@ -112,24 +146,20 @@ def test_signs_that_cannot_be_true_are_refused(signs: LeafSigns) -> None:
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -0.5])
 def test_signs_of_a_single_leaf_that_cannot_be_true_are_refused(norm: float) -> None:
-    lying = columns([W, COUNT])
-    lying = replace(lying, norms=np.array([norm, -1.0]).tobytes())
-    table = LeafTable.read(lying)
+    honest = signed([W, COUNT], [SIGNS, None])
+    norms = np.array([norm, -1.0]).tobytes()
+    table = with_columns(honest, columns(honest) | {"norms": norms})
     with pytest.raises(CorruptCheckpointError, match="vital signs cannot be true"):
         checked(table)
     # To everything else they are not known.
-    assert [leaf.vital_signs for leaf in table] == [None, None]
+    assert signs_of_leaves(table) == [None, None]
 
 
 def test_integers_and_values_in_the_manifest_are_finite_and_aliases_are_alike() -> None:
-    odd = [
-        replace(WHOLE, vital_signs=SIGNS),
-        replace(COUNT, vital_signs=SIGNS),
-        replace(TIED, vital_signs=replace(SIGNS, absmax=2.6)),
-    ]
-    for leaf in odd:
+    odd = [(WHOLE, SIGNS), (COUNT, SIGNS), (TIED, replace(SIGNS, absmax=2.6))]
+    for leaf, signs in odd:
         with pytest.raises(CorruptCheckpointError, match="vital signs cannot be true"):
-            checked(LeafTable.of([W, leaf]))
+            checked(signed([W, leaf], [SIGNS, signs]))
 
 
 @pytest.fixture
@@ -142,102 +172,75 @@ def stored(tmp_path: Path) -> bytes:
 def test_the_head_counts_the_leaves_with_values_that_are_not_finite(stored: bytes) -> None:
     summary = peek(stored)
     assert summary is not None
-    assert summary.nonfinite_leaves == decode(stored, where="a").nonfinite_leaves == 2
+    assert notes_in(summary) == LeafNotes(2, 0) == notes_in(decode(stored, where="a"))
 
 
 def test_the_head_does_not_count_what_is_not_known(tmp_path: Path) -> None:
     ckpt.sync.save(tmp_path / "a", {"w": jnp.ones(2)})
     summary = peek((tmp_path / "a" / "ckpt.json").read_bytes())
     assert summary is not None
-    assert summary.nonfinite_leaves is None
-    assert ckpt.sync.metadata(tmp_path / "a").tree["w"].vital_signs is None
+    assert summary.extensions == {}
+    assert ckpt.extensions.VitalSigns.of(ckpt.sync.metadata(tmp_path / "a").tree["w"]) is None
     assert ckpt.sync.metadata(tmp_path / "a").info.nonfinite_leaves is None
 
 
 def test_an_array_without_signs_does_not_hide_what_is_known_of_others(stored: bytes) -> None:
-    def without(data: bytes, *names: str) -> Manifest:
-        manifest = decode(data, where="a")
-        item = manifest.items["default"]
-        leaves = [
-            replace(leaf, vital_signs=None if leaf.name in names else leaf.vital_signs)
-            for leaf in item.leaves
-        ]
-        return replace(manifest, items={"default": replace(item, leaves=LeafTable.of(leaves))})
-
+    manifest = decode(stored, where="a")
+    item = manifest.items["default"]
     for names, known in ((["i"], 2), (["w"], 1), (["w", "b"], None), (["w", "b", "i"], None)):
-        manifest = without(stored, *names)
-        assert (manifest.nonfinite_leaves, manifest.unknown_leaves) == (known, len(names))
-        summary = peek(encode(manifest))
-        assert summary is not None
-        assert summary.nonfinite_leaves == known
-        decode(encode(manifest), where="a")
-    # Earlier writers did not count then.
-    data = encode(without(stored, "w"))
-    head, key, rest = data.partition(b',"head":"xxh3_128:')
-    old = _with_head_of(data, head.replace(b'"nonfinite_leaves":1,', b"") + key + rest)
-    assert b"nonfinite_leaves" not in old
-    assert decode(old, where="a").nonfinite_leaves == 1
+        found = zip(item.leaves, signs_of_leaves(item.leaves), strict=True)
+        signs = [None if leaf.name in names else each for leaf, each in found]
+        items = {"default": replace(item, leaves=signed(item.leaves, signs))}
+        notes = notes_of_step(replace(manifest, items=items))
+        assert (notes.nonfinite_leaves, notes.unknown_leaves) == (known, len(names))
+        assert of_step(items) == {"nonfinite_leaves": known, "unequal_leaves": 0}
 
 
 def test_unequal_replicas_come_back() -> None:
-    leaves = [replace(W, unequal_on=(0, 3)), replace(TIED, unequal_on=(0, 3)), UNKNOWN]
-    data = msgspec.json.encode(columns(leaves))
-    found = LeafTable.read(msgspec.json.decode(data, type=LeafColumns))
-    assert [leaf.unequal_on for leaf in found] == [(0, 3), (0, 3), ()]
-    assert found == LeafTable.of(leaves)
-    assert b"unequal" not in msgspec.json.encode(columns(LEAVES))
+    unequal = {0: (0, 3), 1: (0, 3)}
+    found = written_and_read(signed([W, TIED, UNKNOWN], [SIGNS, SIGNS, None], unequal))
+    assert signs_in(found).unequal == unequal
+    # They are also told of leaves of which nothing else is known.
+    found = written_and_read(signed([W, TIED, UNKNOWN], [None, None, None], unequal))
+    assert (signs_in(found).unequal, columns(found).keys()) == (unequal, {"unequal"})
+    assert "unequal" not in columns(TABLE)
+
+
+def test_the_head_of_an_earlier_writer_is_read(stored: bytes) -> None:
+    head, _, rest = stored.partition(b',"extensions":')
+    after = rest.partition(b"}}")[2]
+    for counts, known in (
+        (b',"nonfinite_leaves":2', LeafNotes(2, 0)),
+        (b',"nonfinite_leaves":2,"unequal_leaves":1', LeafNotes(2, 1)),
+        (b"", LeafNotes(None, 0)),
+    ):
+        old = _with_head_of(stored, head + counts + after)
+        assert b"extensions" not in old.partition(b',"head"')[0]
+        summary = peek(old)
+        assert summary is not None
+        assert notes_in(summary) == known == notes_in(decode(old, where="a"))
 
 
 @pytest.mark.parametrize(
-    ("unequal", "message"),
-    [
-        ([(5, [0])], "a leaf that does not exist"),
-        ([(0, [0]), (0, [1])], "twice"),
-        ([(0, [0]), (1, [])], "on no process"),
-    ],
-    ids=str,
+    "noted", [3, None, "x", {"nonfinite_leaves": "many"}, {"unequal_leaves": []}]
 )
-def test_unequal_replicas_that_contradict_the_leaves_are_refused(
-    unequal: Any, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        LeafTable.read(replace(columns(LEAVES), unequal=unequal))
-
-
-def test_a_head_that_counts_other_unequal_replicas_is_refused(stored: bytes) -> None:
-    manifest = decode(stored, where="a")
-    item = manifest.items["default"]
-    leaves = [replace(leaf, unequal_on=(1,) if leaf.name == "w" else ()) for leaf in item.leaves]
-    other = replace(manifest, items={"default": replace(item, leaves=LeafTable.of(leaves))})
-    summary = peek(encode(other))
+def test_a_head_that_says_something_else_tells_nothing(stored: bytes, noted: Any) -> None:
+    manifest = replace(decode(stored, where="a"), extensions={"vital_signs": noted})
+    summary = peek(encode(manifest))
     assert summary is not None
-    assert summary.unequal_leaves == decode(encode(other), where="a").unequal_leaves == 1
-    for one, two in ((manifest, other), (other, manifest)):
-        with pytest.raises(CorruptCheckpointError, match="its head counts"):
-            decode(_with_head_of(encode(one), encode(two)), where="a")
+    assert notes_in(summary) == LeafNotes()
 
 
-def test_a_head_that_contradicts_the_leaves_is_refused(stored: bytes) -> None:
-    manifest = decode(stored, where="a")
-    item = manifest.items["default"]
-    healthy = [
-        replace(leaf, vital_signs=leaf.vital_signs and replace(leaf.vital_signs, nonfinite=0))
-        for leaf in item.leaves
-    ]
-    other = replace(manifest, items={"default": replace(item, leaves=LeafTable.of(healthy))})
-    mixed = _with_head_of(encode(manifest), encode(other))
-    with pytest.raises(CorruptCheckpointError, match="not a valid manifest: its head counts"):
-        decode(mixed, where="a")
-
-
-def test_a_head_of_an_earlier_writer_counts_nothing(tmp_path: Path) -> None:
-    ckpt.sync.save(tmp_path / "a", items={"notes": {"n": 1}})
-    data = (tmp_path / "a" / "ckpt.json").read_bytes()
-    head, key, rest = data.partition(b',"head":"xxh3_128:')
-    assert b'"nonfinite_leaves":0,' in head
-    old = _with_head_of(data, head.replace(b'"nonfinite_leaves":0,', b"") + key + rest)
-    assert b"nonfinite_leaves" not in old
-    assert decode(old, where="a").items.keys() == {"notes"}
+@pytest.mark.parametrize("noted", [{"nonfinite_leaves": 1}, {"unequal_leaves": 1}])
+def test_a_head_that_contradicts_the_leaves_is_reported(tmp_path: Path, noted: Any) -> None:
+    ckpt.sync.save(tmp_path / "a", {"w": jnp.ones(3)}, extensions=[ckpt.extensions.VitalSigns()])
+    assert ckpt.sync.verify(tmp_path / "a").ok
+    file = tmp_path / "a" / "ckpt.json"
+    manifest = decode(file.read_bytes(), where="a")
+    file.write_bytes(encode(replace(manifest, extensions={"vital_signs": noted})))
+    [problem] = ckpt.sync.verify(tmp_path / "a").problems
+    assert (problem.file, problem.item, problem.leaf) == ("ckpt.json", None, None)
+    assert "its head counts other" in problem.message
 
 
 def _with_head_of(whole: bytes, head: bytes) -> bytes:

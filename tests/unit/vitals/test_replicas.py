@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt._vitals.extension.merged_signs import unequal_leaves
 from ckpt._vitals.signs import COPY, no_copies
+from ckpt._vitals.stored_signs import differing_replicas
 
 Prints = tuple[int, int]
 # By process, leaf and chunk the fingerprint; few of each, so that many meet.
@@ -38,13 +38,13 @@ def test_those_that_differ_from_most_are_found(
 ) -> None:
     rows = [(*key, print_) for key, print_ in held.items()]
     random.shuffle(rows)  # type: ignore[attr-defined]
-    assert unequal_leaves(np.array(rows, COPY)) == plainly(held)
+    assert differing_replicas(np.array(rows, COPY)) == plainly(held)
 
 
 def test_a_process_whose_own_devices_differ_is_found() -> None:
     rows = [(0, 7, 1, (5, 5)), (1, 7, 1, (5, 5)), (1, 7, 1, (6, 5)), (2, 7, 1, (5, 5))]
-    assert unequal_leaves(np.array(rows, COPY)) == {7: (1,)}
+    assert differing_replicas(np.array(rows, COPY)) == {7: (1,)}
 
 
 def test_where_nothing_is_compared_nothing_differs() -> None:
-    assert unequal_leaves(no_copies()) == {}
+    assert differing_replicas(no_copies()) == {}

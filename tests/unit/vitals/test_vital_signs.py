@@ -19,10 +19,10 @@ from ckpt._vitals.signs import (
     box_signs,
     join_signs,
     no_signs,
-    record_of,
     signs_of,
     whole_signs,
 )
+from tests.support.signed_leaves import record_of
 
 Array = np.ndarray[Any, Any]
 NAMES = sorted(DTYPES)
