@@ -13,6 +13,7 @@ from ckpt._api.hints import hinted, no_attribute
 from ckpt._arguments import instance_of, invalid, is_config, one_of, plain_json
 from ckpt._commit import StepInfo
 from ckpt._events import Observer
+from ckpt._interop.orbax.sidecars import OrbaxSidecars
 from ckpt._plan.save_plan import Formats
 from ckpt._redaction import redact
 from ckpt._runtime.futures import shortened
@@ -121,7 +122,7 @@ class ManagerBase:
         if deletion is not None and deletion.trash is not None:
             check_trash(root, deletion.trash, lambda name: names.step(name) is not None)
         staging = as_staging(staging)
-        engine = make_engine(staging, handlers, observers, formats, extensions)
+        engine = make_engine(staging, handlers, observers, formats, extensions, OrbaxSidecars())
         job = make_job(coordinator, timeouts, storage.location, engine)
         one_of("on_failure", on_failure, get_args(OnFailure))
         metadata: Any = custom_metadata

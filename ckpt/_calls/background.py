@@ -18,6 +18,7 @@ from ckpt._engine.engine import Engine
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._engine.save.save_request import SaveRequest
 from ckpt._events import Observer
+from ckpt._interop.orbax.sidecars import OrbaxSidecars
 from ckpt._plan.save_plan import Formats, compile_formats
 from ckpt._redaction import redact
 from ckpt._runtime.loop import EngineLoop, Job
@@ -52,7 +53,7 @@ class BackgroundSaves:
 
     def __init__(self) -> None:
         self.loop = EngineLoop()
-        self._engine = make_engine(Staging(), ())
+        self._engine = make_engine(Staging(), (), sidecars=OrbaxSidecars())
         self._exit_seconds = Timeouts().exit
         # Set on the engine's loop.
         self._backlog: Backlog | None = None

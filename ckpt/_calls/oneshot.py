@@ -22,6 +22,7 @@ from ckpt._events import EventRecorder, Observer
 from ckpt._format.array_format import parse_dtype
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.regions import Region, whole
+from ckpt._interop.orbax.sidecars import OrbaxSidecars
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.save_plan import Formats
@@ -79,7 +80,7 @@ def save_call(
     request = replace(request, step_dir=step_dir)
     staging = as_staging(staging, "view")
     timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
-    engine = make_engine(staging, handlers, observers, formats, extensions)
+    engine = make_engine(staging, handlers, observers, formats, extensions, OrbaxSidecars())
     job = make_job(coordinator, timeouts, f"{storage.location}/{step_dir}", engine)
 
     async def call() -> StepInfo:

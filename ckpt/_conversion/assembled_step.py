@@ -2,7 +2,7 @@
 
 Each process has reported the chunks that it owns. The reports and the manifest of process 0, which
 has the tree, contain everything that a shared save knows when it writes its manifest. The same code
-makes the same files from them: entries over all chunks, the databases, the view for Orbax. No array
+makes the same files from them: entries over all chunks, and the files for other readers. No array
 byte is read, and no device is used.
 
 The planned tree of a stored item: the plans with which its leaves were saved. Pure. The plans
@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckpt._engine.save.merged_items import merge_item
+from ckpt._engine.save.merged_items import entry_of
 from ckpt._engine.save.publication import encode_manifest
 from ckpt._format.array_format import compression_of, zarr_metadata_bytes
 from ckpt._format.leaf_table import LeafForm
@@ -26,15 +26,17 @@ from ckpt._format.manifest import ItemEntry, Manifest, features
 from ckpt._format.manifest_head import FileEntry, digest
 from ckpt._format.per_process import combine, is_combined
 from ckpt._format.regions import Region, chunk_grid
+from ckpt._interop.orbax.sidecars import OrbaxSidecars
 from ckpt._job.process_reports import SaveReport, check_alike, decode_report, same_items
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import PlannedTree
 from ckpt._plan.leaf_entries import check_leaves
-from ckpt._plan.orbax_view import item_view, step_view, text_view
-from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, MOST_SHOWN, decode_scalar
-from ckpt._tree.leaf_specs import CheckpointLeaf, LeafSpec, scalar_array
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, MOST_SHOWN, decode_scalar, scalar_array
+from ckpt._tree.leaf_specs import CheckpointLeaf, LeafSpec
 from ckpt.errors import CheckpointError, CorruptCheckpointError, located
 from ckpt.extensions._readers import notes_on_step
+
+_SIDECARS = OrbaxSidecars()
 
 
 def planned_tree(entry: ItemEntry) -> PlannedTree:
@@ -155,19 +157,6 @@ def assemble_step(
         found = _read(first, reports)
         items, files = _assemble_items(first, found)
         entries = _files_of(found, {each.item for each in first.dropped})
-        files |= step_view(
-            place.step_dir,
-            items,
-            first.metrics,
-            first.metadata,
-            first.created_ns,
-            first.committed_ns,
-            entries,
-            in_store=bool(place.folder),
-        )
-        entries |= {
-            path: FileEntry(size=len(data), digest=digest(data)) for path, data in files.items()
-        }
         manifest = replace(
             first,
             requires=features(items, place.folder),
@@ -177,6 +166,10 @@ def assemble_step(
             files=entries,
             extensions=notes_on_step(items, first.extensions, joint=True),
         )
+        files |= _SIDECARS.of_step(place.step_dir, manifest)
+        entries |= {
+            path: FileEntry(size=len(data), digest=digest(data)) for path, data in files.items()
+        }
         return AssembledStep(manifest, encode_manifest(manifest), files)
 
 
@@ -206,7 +199,7 @@ def _read(first: Manifest, reports: Sequence[bytes]) -> list[SaveReport]:
 def _assemble_items(
     first: Manifest, reports: Sequence[SaveReport]
 ) -> tuple[dict[str, ItemEntry], dict[str, bytes]]:
-    """Return the entries of all items, and the files of their databases and views."""
+    """Return the entries of all items, and their files for other readers."""
     items: dict[str, ItemEntry] = {}
     files: dict[str, bytes] = {}
     for name, entry in first.items.items():
@@ -233,10 +226,13 @@ def _assemble_item(
     for process, report in enumerate(reports):
         _check_files(name, process, report)
     written = [report.trees[name].written for report in reports]
-    found, files = merge_item(entry, planned_tree(entry), written, created_ns)
+    tree = planned_tree(entry)
+    found = entry_of(entry, tree, written)
+    beside = _SIDECARS.of_tree(name, tree)
+    files = {path: data for path, (data, _) in beside.of_structure().items()}
     # The entry of process 0 already counts all arrays.
     found = replace(found, nbytes=entry.nbytes)
-    return found, item_view(found) | text_view(found) | files
+    return found, files | beside.of_places(written, created_ns)
 
 
 def _check_files(name: str, process: int, report: SaveReport) -> None:

@@ -26,8 +26,8 @@ from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._format.manifest_head import OWN_DISKS
 from ckpt._format.places import describe_sharding
 from ckpt._format.regions import Region, whole
+from ckpt._interop.orbax.sidecars import ABOUT_FILE
 from ckpt._plan.leaf_entries import check_leaves
-from ckpt._plan.orbax_view import ABOUT_FILE
 from ckpt._plan.targets import default_device
 from ckpt._plan.weighted_means import accumulator, is_averaged
 from ckpt._settings import MIN_BUDGET_BYTES, Staging

@@ -14,9 +14,9 @@ from ckpt._events import Observer
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._format.manifest_head import json_metrics
 from ckpt._interop.foreign import writable_items
+from ckpt._interop.orbax.sidecars import ABOUT_FILE, OrbaxSidecars, about_item
 from ckpt._job.solo import SoloSave
 from ckpt._plan.adapt import Adapt
-from ckpt._plan.orbax_view import ABOUT_FILE, about_item
 from ckpt._plan.save_plan import Formats
 from ckpt._settings import Staging
 from ckpt._steps.saves.one_shot import save_one_shot
@@ -96,7 +96,13 @@ class CheckpointTarget(Struct, frozen=True):
         warn_of_dropped(old.extensions)
         items = {name: items[name] for name in writable_items(old)}
         handlers = {name: ItemCopy(item.entry.handler) for name, item in items.items()}
-        engine = make_engine(Staging(budget, "copy"), handlers, self.observers, self.formats)
+        engine = make_engine(
+            Staging(budget, "copy"),
+            handlers,
+            self.observers,
+            self.formats,
+            sidecars=OrbaxSidecars(),
+        )
         request = SaveRequest(
             self.step_dir,
             self.step,

@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from ckpt._engine.memory.arena import Arena, Buffers
-from ckpt._engine.plan_cache import PlanCache
+from ckpt._engine.plan_cache import NO_SIDECARS, PlanCache, Sidecars
 from ckpt._events import Observer
 from ckpt._format.leaf_table import DIGEST_BYTES, LeafForm
 from ckpt._format.manifest import ItemEntry, Manifest
@@ -230,6 +230,7 @@ class Engine(Struct):
         arena: The staging memory.
         buffers: Source of the memory of restored arrays.
         plans: Plans of earlier saves.
+        sidecars: The files of steps for other readers.
         extensions: What notes something about the chunks of arrays.
         extension_states: Objects that extensions keep from call to call, by name of the extension.
         now_ns: Clock, in Unix nanoseconds.
@@ -248,6 +249,7 @@ class Engine(Struct):
     arena: Arena
     buffers: Buffers
     plans: PlanCache = field(default_factory=PlanCache)
+    sidecars: Sidecars = NO_SIDECARS
     extensions: tuple[ChunkExtension, ...] = ()
     extension_states: dict[str, Any] = field(default_factory=dict)
     now_ns: Callable[[], int] = time.time_ns

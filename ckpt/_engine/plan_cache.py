@@ -1,26 +1,24 @@
 """Plans of items: the data that every save of a tree of the same structure needs, made once.
 
-The plan, the index of the item's database and the Orbax view depend on names, nodes and specs, not
-on values. The second save of the same tree compares those and does no other work for each leaf.
+The plan and most files for other readers depend on names, nodes and specs, not on values. The
+second save of the same tree compares those and does no other work for each leaf.
+
+`Sidecars` is the interface of files for other readers, which lie beside those of the library.
 """
 
 from __future__ import annotations
 
-import copy
 import uuid
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckpt._format.manifest import ItemEntry, Node
-from ckpt._format.manifest_head import FileEntry, digest
-from ckpt._format.ocdbt import DatabaseIndex
-from ckpt._plan.chunking import LeafPlan
-from ckpt._plan.item_reports import ChunkTable, ItemReport, PlannedTree
-from ckpt._plan.orbax_view import item_view
+from ckpt._format.manifest import Manifest, Node
+from ckpt._format.manifest_head import FileEntry
+from ckpt._plan.item_reports import ItemReport, PlannedTree
 from ckpt._plan.save_plan import FormatRules, Formatted, SavePlan, plan_save
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, MOST_SHOWN
@@ -43,12 +41,88 @@ Files = dict[str, tuple[bytes, FileEntry]]
 SeparateChunks = Sequence[Set[tuple[int, int]]]
 
 
+class TreeSidecars(Protocol):
+    """The files for other readers of one item with a tree.
+
+    They are kept as long as the structure of the item stays the same. No two threads of a save call
+    them at once.
+    """
+
+    def of_structure(self) -> Files:
+        """Return the files that depend on the structure alone, by path relative to the item.
+
+        Called early: they are written beside the data.
+        """
+
+    def of_places(self, reports: Sequence[ItemReport], created_ns: int) -> dict[str, bytes]:
+        """Return the files that depend on the places of the chunks, by path relative to the item.
+
+        Called as soon as the places are known, which is before the data is written unless chunks
+        are encoded. The digests in the reports do not count.
+
+        Args:
+            reports: The reports of all writers of the item.
+            created_ns: Start of the save, in Unix nanoseconds.
+        """
+
+
+class Sidecars(Protocol):
+    """The files of steps that are written for other readers; this library reads none of them."""
+
+    def of_tree(self, item: str, tree: PlannedTree) -> TreeSidecars:
+        """Return the files of a tree, which are made later: the caller of a save waits.
+
+        Args:
+            item: Name of the item.
+            tree: The tree. It keeps none of the caller's arrays.
+        """
+
+    def of_step(self, step_dir: str, manifest: Manifest) -> dict[str, bytes]:
+        """Return the other files of a step, by path relative to it.
+
+        Called late: only the manifest itself is written after them. Whatever depends on the values
+        of an item is left out if it is among the files of the manifest already.
+
+        Args:
+            step_dir: Name of the step's directory.
+            manifest: The manifest, complete but for these files.
+        """
+
+
+class NoSidecars:
+    """No files for other readers: `Sidecars`, and those of any tree."""
+
+    def of_tree(self, item: str, tree: PlannedTree) -> TreeSidecars:
+        return self
+
+    def of_step(self, step_dir: str, manifest: Manifest) -> dict[str, bytes]:
+        return {}
+
+    def of_structure(self) -> Files:
+        return {}
+
+    def of_places(self, reports: Sequence[ItemReport], created_ns: int) -> dict[str, bytes]:
+        return {}
+
+
+NO_SIDECARS = NoSidecars()
+
+
+def planned(structure: Structure, plan: SavePlan) -> PlannedTree:
+    """Return a tree with its plan, which outlives the save: it keeps no array of the caller."""
+    values = [
+        None if leaf.spec.kind in ARRAY_KINDS else value
+        for leaf, value in zip(plan.leaves, structure.leaves, strict=True)
+    ]
+    return PlannedTree(structure.nodes, plan.leaves, values)
+
+
 class ItemPlan(Struct, frozen=True):
     """The parts of an item that do not depend on its values.
 
     Attributes:
         save: The places of its bytes.
-        compat_files: Files for other readers, which this library does not need; None for a part.
+        sidecars: The files for other readers; a part of an item has none of its own.
         formatted: The effect of the format rules, if there are any.
         keys: Numbers of the leaves that are PRNG keys.
         fingerprint: Fingerprint that the processes of one save compare; None for a single process.
@@ -56,7 +130,7 @@ class ItemPlan(Struct, frozen=True):
     """
 
     save: SavePlan
-    compat_files: CompatFiles | None = None
+    sidecars: TreeSidecars = NO_SIDECARS
     formatted: Formatted | None = None
     keys: tuple[int, ...] = ()
     fingerprint: TreeFingerprint | None = None
@@ -65,73 +139,6 @@ class ItemPlan(Struct, frozen=True):
     def new_data_files(self) -> list[str]:
         """Return fresh names for the files of the batches, relative to the item."""
         return [new_data_file() for _ in self.save.batches]
-
-
-class CompatFiles:
-    """The files that other readers need of an item: made at the first save of a structure.
-
-    Making them takes several times as long as the plan itself. So they are made when they are
-    written, and not while the caller of the first save waits.
-    """
-
-    def __init__(self, plan: SavePlan, structure: Structure) -> None:
-        """Prepare the files of the tree `structure`, which is saved as `plan` says."""
-        self._plan = plan
-        self._kept: ItemReport | None = None
-        # The files of the whole item, which have the same view.
-        self._whole: CompatFiles | None = None
-        # This object outlives the save, and must not keep the caller's arrays alive.
-        values = [
-            None if leaf.spec.kind in ARRAY_KINDS else value
-            for leaf, value in zip(plan.leaves, structure.leaves, strict=True)
-        ]
-        self._tree = PlannedTree(structure.nodes, plan.leaves, values)
-        self._index: DatabaseIndex | None = None
-        self._view: Files | None = None
-
-    def of_rest(self, plan: SavePlan, kept: ItemReport | None) -> CompatFiles:
-        """Return the files of a save that writes only the chunks of `plan`; others are kept."""
-        found = copy.copy(self)
-        found._plan, found._kept, found._whole, found._index = plan, kept, self, None
-        return found
-
-    def index(self) -> DatabaseIndex | None:
-        """Return the index of the database.
-
-        None if the item stores no array, or if the index depends on the sizes of encoded chunks.
-        There is one only where no other writer has chunks.
-        """
-        plan = self._plan
-        stores_arrays = any(leaf.metadata is not None for leaf in plan.leaves)
-        if plan.is_encoded or not stores_arrays:
-            return None
-        if self._index is None:
-            # Numbers stand for the real names, which are put in, in this order, when it is encoded.
-            names = [str(number) for number in range(len(plan.batches))]
-            report = ItemReport.of(plan.batches, names)
-            if self._kept is not None:
-                report = ItemReport.joined([self._kept, report])
-            self._index = index_over(plan.leaves, report)
-        return self._index
-
-    def view(self) -> Files:
-        """Return the files for Orbax; in a group of processes only the primary writes them."""
-        if self._whole is not None:
-            return self._whole.view()
-        if self._view is None:
-            # The places of the chunks are left out, so the view depends on nothing that changes.
-            blank = ChunkTable.blank(len(self._plan.leaves))
-            item = self._tree.filled(ItemEntry(handler=""), blank)
-            self._view = {
-                path: (data, FileEntry(size=len(data), digest=digest(data)))
-                for path, data in item_view(item).items()
-            }
-        return self._view
-
-
-def index_over(leaves: Sequence[LeafPlan], report: ItemReport) -> DatabaseIndex:
-    """Return the index of a database whose chunks are all listed in one report."""
-    return DatabaseIndex(ChunkTable.merged(leaves, [report]).keys(leaves))
 
 
 class _PlanKey(Struct, frozen=True):
@@ -172,8 +179,6 @@ class PlanCache(Struct):
     )
     known: dict[str, _CachedPlan] = field(default_factory=dict)
     rests: dict[str, _CachedRest] = field(default_factory=dict)
-    # Pairs of an item that Orbax cannot read and the reason; each was named in a warning.
-    hidden: set[tuple[str, str]] = field(default_factory=set)
 
     def plan(
         self,
@@ -185,6 +190,7 @@ class PlanCache(Struct):
         whole: bool = True,
         largest_file_bytes: int | None = None,
         usual_file_bytes: int | None = None,
+        sidecars: Sidecars = NO_SIDECARS,
     ) -> ItemPlan:
         """Return the plan for a tree, made anew only if it differs from the last one.
 
@@ -194,10 +200,10 @@ class PlanCache(Struct):
             budget: The staging budget in bytes; the same on all processes.
             division: The division of the tree among the processes that save together.
             formatted: True if the format rules apply.
-            whole: True for the whole item; a part has no index and no view of its own, and is not
-                cached.
+            whole: True for the whole item; a part has no sidecars of its own, and is not cached.
             largest_file_bytes: Largest size of a data file in bytes, or None.
             usual_file_bytes: Approximate best size of a data file in bytes, or None.
+            sidecars: The files for other readers; always the same object.
 
         Raises:
             UnsupportedLeafError: Leaves cannot be stored; the error names the first, its notes the
@@ -213,7 +219,7 @@ class PlanCache(Struct):
             usual=usual_file_bytes,
         )
         if not whole:
-            return _plan_part(structure, specs, key, division)
+            return _plan(structure, specs, key, division)
         known = self.known.get(item)
         if (
             known is not None
@@ -224,6 +230,11 @@ class PlanCache(Struct):
         ):
             return known.plan
         plan = _plan(structure, specs, key, division)
+        plan = replace(
+            plan,
+            sidecars=sidecars.of_tree(item, planned(structure, plan.save)),
+            fingerprint=division.fingerprint(plan.save, structure.nodes),
+        )
         self.known[item] = _CachedPlan(structure.names, structure.nodes, specs, key, plan)
         return plan
 
@@ -251,10 +262,7 @@ class PlanCache(Struct):
             rows = kept.rows
             done.update(zip(rows["leaf"].tolist(), rows["number"].tolist(), strict=True))
         save = whole.save.rest(done, separate)
-        compat_files = (
-            None if whole.compat_files is None else whole.compat_files.of_rest(save, kept)
-        )
-        plan = replace(whole, save=save, compat_files=compat_files, kept=kept)
+        plan = replace(whole, save=save, kept=kept)
         self.rests[item] = _CachedRest(whole, kept, separate, plan)
         return plan
 
@@ -297,17 +305,6 @@ def _classify(classifier: Classifier, structure: Structure) -> list[LeafSpec]:
 def _plan(
     structure: Structure, specs: Sequence[LeafSpec], key: _PlanKey, division: TreeDivision
 ) -> ItemPlan:
-    plan = _plan_part(structure, specs, key, division)
-    return replace(
-        plan,
-        compat_files=CompatFiles(plan.save, structure),
-        fingerprint=division.fingerprint(plan.save, structure.nodes),
-    )
-
-
-def _plan_part(
-    structure: Structure, specs: Sequence[LeafSpec], key: _PlanKey, division: TreeDivision
-) -> ItemPlan:
     formatted = None
     if key.rules is not None:
         paths = unboxed_names(structure.nodes, structure.names)
@@ -315,4 +312,4 @@ def _plan_part(
         specs = formatted.specs
     save = plan_save(structure.names, specs, key.budget, division, key.largest, key.usual)
     keys = tuple(number for number, leaf in enumerate(save.leaves) if leaf.spec.kind == "key")
-    return ItemPlan(save, None, formatted, keys)
+    return ItemPlan(save, formatted=formatted, keys=keys)

@@ -343,6 +343,10 @@ def zarr_metadata_bytes(
     return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
 
 
+# Readers refuse a longer key of a chunk or a document: TensorStore's databases have this limit.
+MAX_KEY_BYTES = 65_535
+
+
 def chunk_key(place: Sequence[int]) -> str:
     """Return the key of the chunk at grid `place` below its array, e.g. `c/0/1`."""
     return "/".join(("c", *map(str, place)))

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ckpt._inspection.json_values import age_of, time_of
 from ckpt._inspection.locations import RunRoot, checkpoint_at, locate, refuse_doubled, step_path_of
 from ckpt._inspection.removals import Removal, RemovedStep, trash_of_run
+from ckpt._interop.orbax.sidecars import OrbaxSidecars
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.pins import check_pin_name, pin, pins, unpin
 from ckpt._steps.removal.deletion_plan import DeletionPlan
@@ -64,7 +65,7 @@ async def forget_steps(
     await refuse_doubled(root)
     trash = await trash_of_run(root, given, for_good=for_good)
     deletion = Deletion(trash=trash)
-    retention = Retention(root.storage, root.index, policy, deletion, (), time.time_ns)
+    retention = Retention(root.storage, root.index, policy, deletion, OrbaxSidecars())
     found = await root.index.refresh()
     going = (await retention.deletion_plan(found, says_spared=False)).steps
     steps = await _planned(root, policy, found, going, await retention.saved_steps(found), trash)
@@ -145,7 +146,7 @@ async def next_to_go(
     times = {"created_ns": now_ns, "committed_ns": now_ns}
     latest = found[numbers[-1]]
     coming = replace(latest, step=latest.step + distance, metrics=None, library="", **times)
-    retention = Retention(root.storage, root.index, policy, deletion, (), time.time_ns)
+    retention = Retention(root.storage, root.index, policy, deletion, OrbaxSidecars())
     with_it = {**found, coming.step: coming}
     return await retention.deletion_plan(with_it, says_spared=False)
 

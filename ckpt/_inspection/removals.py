@@ -25,6 +25,7 @@ from ckpt._inspection.locations import (
     root_at,
     step_path_of,
 )
+from ckpt._interop.orbax.sidecars import OrbaxSidecars
 from ckpt._steps.index import StepIndex
 from ckpt._steps.opened import OpenedStep, open_step
 from ckpt._steps.pins import forget_expired, has_leases, pins, refuse_pinned
@@ -182,7 +183,7 @@ async def delete_steps(
 
 def _retention_of(root: RunRoot, deletion: Deletion) -> Retention:
     """Return a retention that deletes only on request: its policy keeps all steps."""
-    return Retention(root.storage, root.index, All(), deletion, (), time.time_ns)
+    return Retention(root.storage, root.index, All(), deletion, OrbaxSidecars())
 
 
 async def _deletable(place: StepPath) -> OpenedStep | None:

@@ -28,8 +28,8 @@ from ckpt._format.manifest_head import FileEntry, digest
 from ckpt._format.places import describe_sharding
 from ckpt._plan.item_reports import ROW, ChunkNotes, ItemReport
 from ckpt._plan.save_plan import SavePlan
-from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, SCALAR_KINDS
-from ckpt._tree.leaf_specs import LeafSpec, encode_scalar
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, SCALAR_KINDS, encode_scalar
+from ckpt._tree.leaf_specs import LeafSpec
 from ckpt._tree.table import sharding_text
 from ckpt.errors import CheckpointError, CoordinationError, CorruptCheckpointError, located
 

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ckpt._engine.memory.staging import host_bytes
-from ckpt._engine.save.merged_items import WrittenTree, entry_of, merge_item
+from ckpt._engine.save.merged_items import WrittenTree, entry_of
 from ckpt._engine.save.publication import give_name, write_manifest
 from ckpt._engine.save.save_request import SaveRequest
 from ckpt._engine.save.session import SaveSession
@@ -35,7 +35,7 @@ from ckpt._job.process_reports import (
     same_items,
     value_fingerprint,
 )
-from ckpt._plan.item_reports import ChunkTable, ItemReport
+from ckpt._plan.item_reports import ItemReport
 from ckpt._plan.save_plan import WHOLE
 from ckpt._runtime.futures import for_each
 from ckpt._runtime.threads import run_in_thread
@@ -147,7 +147,8 @@ def merge_processes(
     for name, written in trees.items():
         with located(item=name):
             own = [report.trees[name].written for report in reports]
-            found[name], made = merge_item(entries[name], written.tree, own, created_ns)
+            found[name] = entry_of(entries[name], written.tree, own)
+            made = written.plan.sidecars.of_places(own, created_ns)
             files |= {f"{name}/{path}": data for path, data in made.items()}
     return found, files
 
@@ -285,7 +286,7 @@ class SharedItem:
         The primary writes the view now, and the index when all have reported.
         """
         if self._is_primary:
-            write.start(write.write_view)
+            write.start(write.write_early_sidecars)
         await write.stage(leaves)
         written.own = await run_in_thread(own_digests, written.plan, leaves)
         session.trees[self._name] = written
@@ -348,7 +349,5 @@ class ProcessItem:
 
 
 def _filled(entry: ItemEntry, written: WrittenTree, *, own_disks: bool) -> ItemEntry:
-    tree = written.tree
     assert written.report is not None
-    stored = ChunkTable.merged(tree.leaves, [written.report], own_disks=own_disks)
-    return entry_of(entry, tree, stored)
+    return entry_of(entry, written.tree, [written.report], own_disks=own_disks)

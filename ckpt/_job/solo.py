@@ -35,7 +35,6 @@ from msgspec import Struct
 from ckpt._engine.save.merged_items import entry_of
 from ckpt._engine.save.publication import give_name, write_manifest
 from ckpt._events import Observer
-from ckpt._plan.item_reports import ChunkTable
 from ckpt._plan.save_plan import WHOLE
 from ckpt._steps.restore_options import check_broadcast
 
@@ -183,14 +182,13 @@ class SoloItem:
         self, session: SaveSession, write: ItemWrite, written: WrittenTree, leaves: Sequence[Any]
     ) -> None:
         """Stage the leaves of the tree, and start what else is written of it."""
-        write.start(write.write_index)
+        write.start(write.write_sidecars)
         await write.stage(leaves)
 
     def filled(self, entry: ItemEntry, written: WrittenTree) -> ItemEntry:
         """Return the entry with the leaves of the item, which are all written."""
-        tree = written.tree
         assert written.report is not None
-        return entry_of(entry, tree, ChunkTable.merged(tree.leaves, [written.report]))
+        return entry_of(entry, written.tree, [written.report])
 
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from msgspec import Struct
 
 from ckpt._format.array_format import (
     DTYPES,
+    MAX_KEY_BYTES,
     ArrayFormat,
     Compression,
     choose_chunk,
     chunk_key,
     zarr_metadata_bytes,
 )
-from ckpt._format.ocdbt import MAX_KEY_BYTES
 from ckpt._format.regions import (
     addressable_regions,
     chunk_grid,

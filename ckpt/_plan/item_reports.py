@@ -1,14 +1,14 @@
 """Item reports: the places of the chunks that each writer of an item has written, merged. Pure.
 
 A writer is a process of a job, or one call of a save in parts; a process that saves alone is the
-only writer. Their reports are merged: every chunk of every leaf must be there once. The manifest
-and the database of the item are made of the result, so they are the same for any number of writers.
+only writer. Their reports are merged: every chunk of every leaf must be there once. The manifest is
+made of the result, so it is the same for any number of writers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -16,16 +16,13 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckpt._format.array_format import DTYPES
 from ckpt._format.leaf_table import DIGEST_BYTES, LeafForm, LeafTable
 from ckpt._format.manifest import ItemEntry, Node, ShardingEntry
-from ckpt._format.ocdbt import KeyValue
 from ckpt._format.places import describe_sharding
-from ckpt._plan.chunking import METADATA_KEY, LeafPlan, holders_of
+from ckpt._plan.chunking import LeafPlan, holders_of
 from ckpt._plan.write_batches import FileSpans, WriteBatch
-from ckpt._tree.leaf_kinds import ARRAY_KINDS, SCALAR_KINDS
-from ckpt._tree.leaf_names import orbax_folder, orbax_names, same_name
-from ckpt._tree.leaf_specs import CheckpointLeaf, LeafSpec, encode_scalar
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, SCALAR_KINDS, encode_scalar
+from ckpt._tree.leaf_specs import CheckpointLeaf, LeafSpec
 from ckpt.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
@@ -289,28 +286,6 @@ class ChunkTable(Struct, frozen=True):
             notes = {name: MergedNotes(rows["leaf"], it, are_whole) for name, it in noted.items()}
         return ChunkTable(firsts, digests.tobytes(), offsets, files, lengths, data_files, notes)
 
-    def keys(self, leaves: Sequence[LeafPlan]) -> Iterator[KeyValue]:
-        """Yield the keys of the database of these leaves, under the names of Orbax, which reads it.
-
-        Leaves that are one array have the same chunks.
-        """
-        stored_names = [leaf.name for leaf in leaves]
-        names = stored_names if same_name(stored_names) else orbax_names(stored_names)
-        firsts, offsets = self.firsts.tolist(), self.offsets.tolist()
-        files, lengths = self.files.tolist(), self.lengths.tolist()
-        for number, leaf in enumerate(leaves):
-            if leaf.metadata is None:
-                continue
-            folder = orbax_folder(names[number])
-            yield KeyValue(f"{folder}{METADATA_KEY}".encode(), leaf.metadata)
-            source = number if leaf.spec.same_as is None else leaf.spec.same_as
-            chunks = range(firsts[source], firsts[source + 1])
-            if not chunks:
-                continue
-            length = math.prod(leaf.chunk) * DTYPES[leaf.spec.dtype or ""].itemsize
-            for key, chunk in zip(_chunk_keys(folder, leaf.grid), chunks, strict=True):
-                yield KeyValue(key, None, files[chunk], offsets[chunk], lengths[chunk] or length)
-
 
 def join_notes(reports: Sequence[ItemReport]) -> dict[str, ChunkNotes]:
     """Return the notes of each extension on the chunks of all reports, one after the other."""
@@ -454,12 +429,3 @@ def _function_name(function: Any) -> str:
         return function.name
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{getattr(function, '__module__', None) or '?'}:{name}"
-
-
-def _chunk_keys(folder: str, grid: Sequence[int]) -> list[bytes]:
-    """Return the keys of the chunks of a leaf, in C order; see `chunk_key`."""
-    keys = [f"{folder}c".encode()]
-    for count in grid:
-        ends = [b"/%d" % index for index in range(count)]
-        keys = [key + end for key in keys for end in ends]
-    return keys

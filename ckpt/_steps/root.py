@@ -22,12 +22,10 @@ from ckpt._commit import Commit, StepInfo
 from ckpt._engine.save.save_request import SaveRequest
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.manifest_head import ReplacedSave
-from ckpt._plan.orbax_view import root_view
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import OpenMode, Timeouts
 from ckpt._steps.index import MissingRoot, StepIndex
-from ckpt._steps.misplaced import say_misplaced
 from ckpt._steps.pins import forget_expired
 from ckpt._steps.removal.retention import Retention
 from ckpt._steps.step_choice import PreviousSteps
@@ -71,25 +69,24 @@ async def write_root_metadata(storage: Storage, metadata: Mapping[str, Any]) -> 
                 raise
             logger.warning("the metadata of the root was not changed: %s", error)
             return
-        if document is not None:
-            await _add(storage, document, metadata)
+        found = None if document is None else document["custom_metadata"]
+        if found:
+            _say_left_out(storage, found, metadata)
             return
-        if await storage.put_note(_NOTE, root_view(metadata), replace=False):
+        # Orbax keeps other fields in the document.
+        whole = (document or {"internal_metadata": {}}) | {"custom_metadata": dict(metadata)}
+        data = json.dumps(whole).encode()
+        if await storage.put_note(_NOTE, data, replace=document is not None):
             return
         # Another writer was faster; look at its note.
     logger.warning("%s/%s comes and goes; it was not written", storage.location, _NOTE)
 
 
-async def _add(storage: Storage, document: dict[str, Any], metadata: Mapping[str, Any]) -> None:
-    """Add the metadata to a document that has none; its other fields stay."""
-    found = document["custom_metadata"]
-    if not found:
-        # Orbax keeps other fields in the document.
-        data = json.dumps(document | {"custom_metadata": dict(metadata)}).encode()
-        await storage.put_note(_NOTE, data, replace=True)
-    elif found != metadata:
-        both = found.keys() | metadata.keys()
-        differing = [str(key) for key in both if found.get(key, ...) != metadata.get(key, ...)]
+def _say_left_out(storage: Storage, found: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+    """Warn of metadata that differ from those that the root has."""
+    both = found.keys() | metadata.keys()
+    differing = [str(key) for key in both if found.get(key, ...) != metadata.get(key, ...)]
+    if differing:
         logger.warning(
             "%s keeps the metadata it was given first; what differs now is left out: %s",
             storage.location,
@@ -249,6 +246,8 @@ class Root:
         if self.index.begun:
             logger.warning(_BEGUN, where, ", ".join(self.index.begun)[:200])
         if not count and not self.index.unreadable:
+            from ckpt._steps.misplaced import say_misplaced
+
             await say_misplaced(self.storage, self.index, raises=self.options.mode == "r+")
         steps = f"1 step: {latest}" if count == 1 else f"{count} steps, the latest {latest}"
         logger.log(self.options.log_level, "%s: %s", where, steps if count else "no steps yet")

@@ -18,7 +18,7 @@ from ckpt._arguments import check_step, invalid, number_of_seconds, one_of, show
 from ckpt._commit import Commit, StepInfo
 from ckpt._engine.engine import Engine
 from ckpt._engine.memory.arena import Arena, Buffers
-from ckpt._engine.plan_cache import PlanCache
+from ckpt._engine.plan_cache import NO_SIDECARS, PlanCache, Sidecars
 from ckpt._events import GuardedObserver, Observer
 from ckpt._job.solo import SoloJob
 from ckpt._plan.save_plan import Formats, compile_formats
@@ -245,8 +245,8 @@ def root_service(
     names, observers, now_ns = options.names, engine.observers, engine.now_ns
     index = StepIndex(storage, names, missing=options.missing, places=run.places)
     processes = job.at(index, engine.staging.backlog)
-    how = options.keep, options.deletion, observers, now_ns, hooks, options.log_level
-    retention = Retention(storage, index, *how)
+    rules = options.keep, options.deletion, engine.sidecars
+    retention = Retention(storage, index, *rules, observers, now_ns, hooks, options.log_level)
     root = Root(storage, options, index, processes, retention, observers, hooks)
     saves, reader = SaveQueue(run, root, engine), StepReader(root, engine, run.origin)
     trash = StepTrash(storage, index, names, retention.trash, now_ns)
@@ -263,6 +263,7 @@ def make_engine(
     observers: Iterable[Observer] = (),
     formats: Formats | None = None,
     extensions: Extensions = (),
+    sidecars: Sidecars = NO_SIDECARS,
 ) -> Engine:
     """Return an engine with a cold arena; the given handlers come before the built-in ones."""
     arena = Arena(staging.effective_budget)
@@ -273,6 +274,7 @@ def make_engine(
         arena,
         Buffers(arena),
         PlanCache(compile_formats(formats)),
+        sidecars,
         now_ns=wall_clock_ns,
     )
     extend(engine, extensions)

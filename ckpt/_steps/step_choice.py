@@ -16,7 +16,6 @@ from ckpt._format.manifest_head import left_behind
 from ckpt._redaction import redact
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.index import IndexedStep, PassedOver, StepIndex
-from ckpt._steps.misplaced import say_misplaced
 from ckpt._steps.opened import OpenedStep
 from ckpt.errors import (
     CheckpointError,
@@ -223,6 +222,8 @@ class StepChoice:
                     "there"
                 )
             if is_fresh:
+                from ckpt._steps.misplaced import say_misplaced
+
                 await say_misplaced(self._storage, self._index)
             return [is_fresh, chosen]
 

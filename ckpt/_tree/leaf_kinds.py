@@ -78,3 +78,32 @@ def decode_scalar(entry: LeafEntry) -> Any:
     raise CorruptCheckpointError(
         f"a stored leaf of kind {entry.kind!r:.60} has the value {value!r:.60}", leaf=entry.name
     )
+
+
+def scalar_array(kind: str, value: Any) -> np.ndarray[Any, Any] | None:
+    """Return the 0-d array in which zarr readers find a Python scalar, or None if it has none.
+
+    The exact value is in the manifest; the array is only for other readers. An int beyond 64 bits
+    has no such array.
+    """
+    if kind == "bool":
+        return np.asarray(value, np.bool_)
+    if kind == "int" and -(2**63) <= value < 2**63:
+        return np.asarray(value, np.int64)
+    if kind == "float":
+        return np.asarray(value, np.float64)
+    return None
+
+
+def encode_scalar(kind: str, value: Any) -> str | bool:
+    """Return the manifest form of a Python scalar; exact, but for the payload of a NaN."""
+    if kind == "bool":
+        return value  # type: ignore[no-any-return]
+    if kind in ("str", "numpy_str"):
+        return str(value)
+    if kind == "int":
+        # Hexadecimal beyond 64 bits: Python limits the length of decimal texts.
+        return str(value) if -(2**63) <= value < 2**63 else hex(value)
+    if kind in ("bytes", "numpy_bytes"):
+        return base64.b64encode(value).decode()
+    return repr(value)

@@ -1,9 +1,8 @@
 """Leaf names: leaf paths, the names that they are stored under, and patterns of them.
 
-A stored name is the escaped keys of a leaf path joined with dots. It equals the dotted name that
-Orbax uses, wherever that name is unambiguous (`params.layers.0.kernel`); `orbax_names` returns the
-others. It is injective where Orbax's is not: `{"a": {"b": x}, "a.b": y}` is stored as `a.b` and
-`a%2Eb`.
+A stored name is the escaped keys of a leaf path joined with dots. It equals the
+texts of the keys joined with dots, wherever that is unambiguous (`params.layers.0.kernel`). It is
+injective where those are not: `{"a": {"b": x}, "a.b": y}` is stored as `a.b` and `a%2Eb`.
 
 Escapes, all introduced by `%`, which is itself escaped: two hex digits stand for one UTF-8 byte;
 `%e` is an empty key; `%k` before a key marks a key that is not a string beside a string sibling of
@@ -96,8 +95,8 @@ def unescape_key(text: str) -> str:
     return key
 
 
-def orbax_key(name: str) -> str:
-    """Return Orbax's name for the key whose stored name is `name`: its text.
+def key_text(name: str) -> str:
+    """Return the text of the key whose stored name is `name`.
 
     A shortened key, and a key that is not valid text, keep their stored names.
     """
@@ -105,39 +104,6 @@ def orbax_key(name: str) -> str:
         return name
     key = unescape_key(name.removeprefix(_MARK))
     return name if any("\ud800" <= character <= "\udfff" for character in key) else key
-
-
-def orbax_names(names: Sequence[str]) -> Sequence[str]:
-    """Return Orbax's names for leaves, in order: the texts of their keys, joined with dots.
-
-    Names without escapes stay as they are. Several leaves may get the same name; see `same_name`.
-    """
-    if not any("%" in name for name in names):
-        return names
-    return [
-        "" if name == ROOT else ".".join(map(orbax_key, name.split("."))) if "%" in name else name
-        for name in names
-    ]
-
-
-def same_name(names: Sequence[str]) -> tuple[str, str] | None:
-    """Return two leaves for which Orbax has the same name, or None."""
-    found = orbax_names(names)
-    if found is names:
-        return None
-    first: dict[str, str] = {}
-    for name, folder in zip(names, map(orbax_folder, found), strict=True):
-        if first.setdefault(folder, name) != name:
-            return first[folder], name
-    return None
-
-
-def orbax_folder(name: str) -> str:
-    """Return the beginning of the keys of an array with this name in a database of Orbax.
-
-    It is the directory that TensorStore makes of the name.
-    """
-    return "" if name in ("", "/") else name if name.endswith("/") else f"{name}/"
 
 
 def sibling_names(keys: Sequence[Hashable]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import dataclasses
 import functools
 import math
@@ -20,7 +19,7 @@ from ckpt._arguments import is_config
 from ckpt._format.array_format import DTYPES, ArrayFormat
 from ckpt._format.manifest import ShardingEntry
 from ckpt._format.regions import Region, whole
-from ckpt._tree.leaf_kinds import CALLABLE
+from ckpt._tree.leaf_kinds import CALLABLE, scalar_array
 from ckpt.errors import InvalidArgumentError, UnsupportedLeafError
 
 # Kinds of objects that may be at several places in a tree, and are stored once.
@@ -316,35 +315,6 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def scalar_array(kind: str, value: Any) -> np.ndarray[Any, Any] | None:
-    """Return the 0-d array in which zarr readers find a Python scalar, or None if it has none.
-
-    The exact value is in the manifest; the array is only for other readers. An int beyond 64 bits
-    has no such array.
-    """
-    if kind == "bool":
-        return np.asarray(value, np.bool_)
-    if kind == "int" and -(2**63) <= value < 2**63:
-        return np.asarray(value, np.int64)
-    if kind == "float":
-        return np.asarray(value, np.float64)
-    return None
-
-
-def encode_scalar(kind: str, value: Any) -> str | bool:
-    """Return the manifest form of a Python scalar; exact, but for the payload of a NaN."""
-    if kind == "bool":
-        return value  # type: ignore[no-any-return]
-    if kind in ("str", "numpy_str"):
-        return str(value)
-    if kind == "int":
-        # Hexadecimal beyond 64 bits: Python limits the length of decimal texts.
-        return str(value) if -(2**63) <= value < 2**63 else hex(value)
-    if kind in ("bytes", "numpy_bytes"):
-        return base64.b64encode(value).decode()
-    return repr(value)
 
 
 # A sharding for all arrays, or a tree of shardings like theirs or like its upper part.

@@ -23,8 +23,8 @@ from ckpt._plan.adapt import Adapt
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.slices import copy_strided
 from ckpt._plan.targets import ArrayRead
-from ckpt._tree.leaf_kinds import ARRAY_KINDS, SCALAR_KINDS
-from ckpt._tree.leaf_specs import LeafSpec, classify, encode_scalar
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, SCALAR_KINDS, encode_scalar
+from ckpt._tree.leaf_specs import LeafSpec, classify
 from ckpt._tree.structure import describe
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, UnsupportedLeafError
 from ckpt.handlers._base import ItemReader

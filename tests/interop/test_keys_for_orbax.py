@@ -22,7 +22,8 @@ from orbax.checkpoint.experimental import v1  # noqa: E402
 
 import ckpt  # noqa: E402
 import ckpt.sync  # noqa: E402
-from ckpt._tree.leaf_names import escape_key, orbax_folder, orbax_names, same_name  # noqa: E402
+from ckpt._interop.orbax.sidecars import folder_of, orbax_names, same_name  # noqa: E402
+from ckpt._tree.leaf_names import escape_key  # noqa: E402
 
 # As of Haiku's modules, flat dicts of torch, and worse.
 TREES: Mapping[str, Any] = {
@@ -99,7 +100,7 @@ def test_the_view_says_what_orbax_says_of_a_tree(tree: Any) -> None:
     paths = jax.tree_util.tree_leaves_with_path(tree)
     assume(paths)
     texts = [".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in p) for p, _ in paths]
-    assume(len({orbax_folder(text) for text in texts}) == len(texts))
+    assume(len({folder_of(text) for text in texts}) == len(texts))
     with tempfile.TemporaryDirectory() as folder:
         theirs, ours = both(tree, Path(folder))
         assert tree_of(ours) == tree_of(theirs)
@@ -134,5 +135,5 @@ def test_names_are_the_same_where_the_texts_are(paths: list[list[str]]) -> None:
     names = [".".join(map(escape_key, path)) for path in paths]
     texts = [".".join(path) for path in paths]
     assert list(orbax_names(names)) == texts
-    folders = {orbax_folder(text) for text in texts}
+    folders = {folder_of(text) for text in texts}
     assert (same_name(names) is None) == (len(folders) == len(texts))

@@ -29,23 +29,23 @@ JOBS = (
 )
 # Code lines of each room: no blank lines, no comments, no docstrings.
 LINES = {
-    "(jobs)": 3260,
+    "(jobs)": 3257,
     "(modules of the root)": 1542,
-    "_api": 975,
+    "_api": 976,
     # The right name for one that is unknown.
     "_api/hints": 84,
-    "_calls": 767,
-    "_conversion": 1961,
-    "_engine": 5050,
-    "_format": 1834,
-    "_inspection": 3274,
-    "_interop": 2577,
-    "_plan": 3037,
+    "_calls": 769,
+    "_conversion": 1953,
+    "_engine": 4965,
+    "_format": 1669,
+    "_inspection": 3276,
+    "_interop": 3032,
+    "_plan": 2805,
     "_runtime": 646,
     "_runtime/jax_internals": 47,
-    "_steps": 4741,
+    "_steps": 4736,
     "_tiers": 4810,
-    "_tree": 1470,
+    "_tree": 1451,
     "_vitals": 1300,
     "cli": 2248,
     "extensions": 121,
@@ -68,7 +68,7 @@ RUN = {
     "restore": {"functions": 379, "modules": 72, "imported": 129},
 }
 # Names of `ckpt._plan` that the modules of `ckpt._engine` import; attributes of modules count.
-FROM_PLAN = 52
+FROM_PLAN = 48
 KEYWORDS_OF_MANAGER = 15
 
 _NO_CODE = {

@@ -2,8 +2,8 @@
 
 A copy is an attempt like that of a save: published whole, or not at all. The manifest stays the
 same, byte by byte, unless items are left out, or the files are in a folder in only one of the two
-places. In stores, Orbax requires a mark in every item; it is added there and removed on the way
-back.
+places. Files for other readers that only one of the places has (in stores, Orbax requires a mark in
+every item) are added on the way there, and left out on the way back.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ckpt._format.manifest_head import (
     new_digest,
     peek,
 )
-from ckpt._plan.orbax_view import item_marks, step_view
+from ckpt._interop.orbax.sidecars import OrbaxSidecars
 from ckpt._runtime.mappings import map_memory
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.saves.save_arguments import clear_target
@@ -243,7 +243,7 @@ class StepCopier:
         head = None if encoded is None else await run_in_thread(peek, encoded)
         if encoded is None or head is None or head.attempt != manifest.attempt:
             raise StepDeletedError(f"{source.location} was deleted or replaced while it was copied")
-        new = _new_files(selection, target.name, in_store=bool(attempt.folder))
+        new = await run_in_thread(_new_files, selection, target.name, attempt.folder)
         placed = selection.manifest
         same_files = not new.written and new.copied.keys() == manifest.files.keys()
         if attempt.folder or manifest.folder or not same_files:
@@ -423,28 +423,22 @@ def is_only_cut(error: BaseException) -> bool:
     return isinstance(error, anyio.get_cancelled_exc_class())
 
 
-def _new_files(selection: Selection, step_dir: str, *, in_store: bool) -> _NewFiles:
-    """Return the files of a copy: those of the selection, and the files for Orbax."""
+def _new_files(selection: Selection, step_dir: str, folder: str) -> _NewFiles:
+    """Return the files of a copy: those of the selection, and the files for other readers.
+
+    `folder` is that of the copy; see `Manifest.folder`.
+    """
     kept = selection.manifest
-    items = [*kept.items, *(["metrics"] if kept.metrics is not None else [])]
-    marks = item_marks(step_dir, items)
-    written: Mapping[str, bytes] = {}
-    if not {OWN_DISKS, VIRTUAL} & set(kept.requires):
-        if not selection.is_all:
-            written = step_view(
-                step_dir,
-                kept.items,
-                kept.metrics,
-                kept.metadata,
-                kept.created_ns,
-                kept.committed_ns,
-                kept.files,
-                in_store=in_store,
-            )
-        elif in_store:
-            written = {path: data for path, data in marks.items() if path not in kept.files}
-    dropped = frozenset(written) | frozenset(() if in_store else marks)
-    copied = {path: file for path, file in kept.files.items() if path not in dropped}
+    if selection.is_all and bool(folder) == bool(kept.folder):
+        return _NewFiles(kept.files, {})
+    sidecars = OrbaxSidecars()
+    here = sidecars.of_step(step_dir, kept)
+    written = there = sidecars.of_step(step_dir, replace(kept, folder=folder))
+    if selection.is_all:
+        added = there.keys() - here.keys() - kept.files.keys()
+        written = {path: there[path] for path in added}
+    left_out = written.keys() | (here.keys() - there.keys())
+    copied = {path: file for path, file in kept.files.items() if path not in left_out}
     return _NewFiles(copied, written)
 
 

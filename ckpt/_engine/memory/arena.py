@@ -27,7 +27,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import jax
@@ -36,11 +36,13 @@ from msgspec import Struct
 
 from ckpt._format.array_format import parse_dtype
 from ckpt._format.leaf_table import LeafEntry
-from ckpt._plan.targets import ArrayRead, ArrayTarget
 from ckpt._runtime.mappings import address_of, advise, map_memory
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import address_space, host_memory_bytes
 from ckpt.errors import CheckpointError, InvalidArgumentError, StorageError
+
+if TYPE_CHECKING:
+    from ckpt._plan.targets import ArrayRead, ArrayTarget
 
 Array = np.ndarray[Any, Any]
 Memory = np.ndarray[Any, np.dtype[np.uint8]]

@@ -26,8 +26,8 @@ from ckpt._format.regions import Region
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.write_batches import Chunk, ChunkPart, WriteBatch
 from ckpt._settings import StagingMode
-from ckpt._tree.leaf_kinds import ARRAY_KINDS
-from ckpt._tree.leaf_specs import CheckpointLeaf, LeafSpec, scalar_array
+from ckpt._tree.leaf_kinds import ARRAY_KINDS, scalar_array
+from ckpt._tree.leaf_specs import CheckpointLeaf, LeafSpec
 from ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:

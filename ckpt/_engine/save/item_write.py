@@ -35,13 +35,11 @@ from ckpt._engine.memory.staging import (
     sources_of,
     wait_until_computed,
 )
-from ckpt._engine.plan_cache import CompatFiles, ItemPlan, index_over
-from ckpt._engine.save.merged_items import database_files
+from ckpt._engine.plan_cache import ItemPlan
 from ckpt._engine.save.save_request import SaveCall
 from ckpt._engine.save.session import ENCODERS, LANES, STAGERS, SaveSession, reuse_files
 from ckpt._events import timed
 from ckpt._format.manifest_head import FileEntry, digest
-from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.base_chunks import MOST_SMALL, BaseChunks
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import ChunkNotes, ItemReport
@@ -77,7 +75,7 @@ class ItemWrite:
     #                                                               cores to the copies until then
     # call.urgent           `SaveSession.allocate` without room,    the same: a batch that is never
     #                       or `digested`                           encoded never frees its block
-    # placed                the lane that encodes the last batch,   `write_index`
+    # placed                the lane that encodes the last batch,   `write_sidecars`
     #                       or finds the unchanged chunks
     # digested              the lane that hashes the last batch     `digested`
     # durable               the last task that writes               `settled`
@@ -377,42 +375,29 @@ class ItemWrite:
             self._contents[number] = found
         self._count_digested()
 
-    async def write_index(self) -> None:
-        """Write the database's index and the view of an item with a single writer."""
+    async def write_sidecars(self) -> None:
+        """Write the files for other readers of an item with a single writer."""
+        session = self._session
         async with anyio.create_task_group() as writers:
-            writers.start_soon(self.write_view)
-            compat = await self._wait_for_compat_files()
-            index: DatabaseIndex | None
+            writers.start_soon(self.write_early_sidecars)
             if self._expected or self._plan.save.is_encoded:
                 await self._placed.wait()
-                report = partial(self._report, with_digests=False)
-                places = await self._session.compute(report)
-                index = await self._session.compute(index_over, self._plan.save.leaves, places)
-                data_files = list(places.files)
-            else:
-                # The index contains no result of this save, so one of an earlier save may serve.
-                index = await self._session.compute(lambda: compat.index())
-                kept = () if self._plan.kept is None else self._plan.kept.files
-                data_files = [*kept, *self._files]
-            if index is not None:
-                files = await self._session.compute(
-                    database_files, index, data_files, self._session.created_ns
-                )
-                for path, data in files.items():
-                    writers.start_soon(self._session.write, f"{self._item}/{path}", data)
+            await _first_of(self._call.caller_released, self._call.urgent)
+            files = await session.compute(self._placed_sidecars)
+            for path, data in files.items():
+                writers.start_soon(session.write, f"{self._item}/{path}", data)
 
-    async def write_view(self) -> None:
-        """Write the files for Orbax that do not depend on values."""
-        compat = await self._wait_for_compat_files()
-        view = await self._session.compute(compat.view)
-        await for_each(lambda path: self._session.write(f"{self._item}/{path}", *view[path]), view)
+    def _placed_sidecars(self) -> dict[str, bytes]:
+        report = self._report(with_digests=False)
+        return self._plan.sidecars.of_places([report], self._session.created_ns)
 
-    async def _wait_for_compat_files(self) -> CompatFiles:
-        """Return the files for other readers, once the caller no longer waits."""
-        compat = self._plan.compat_files
-        assert compat is not None
+    async def write_early_sidecars(self) -> None:
+        """Write the files for other readers that depend on the structure alone."""
         await _first_of(self._call.caller_released, self._call.urgent)
-        return compat
+        files = await self._session.compute(self._plan.sidecars.of_structure)
+        await for_each(
+            lambda path: self._session.write(f"{self._item}/{path}", *files[path]), files
+        )
 
     async def digested(self) -> None:
         """Wait until `report` can be made, which may be before the last batches are written."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from ckpt._engine.engine import SavedItem, references, saved_item
-from ckpt._engine.plan_cache import ItemPlan
+from ckpt._engine.plan_cache import ItemPlan, planned
 from ckpt._engine.save.item_write import ItemWrite
 from ckpt._engine.save.merged_items import ItemParts, WrittenTree
 from ckpt._engine.save.save_request import SaveCall
@@ -19,10 +19,8 @@ from ckpt._engine.save.session import SaveSession, base_item, reuse_files
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import FileEntry, digest
 from ckpt._format.step_files import check_file_path
-from ckpt._plan.item_reports import PlannedTree
 from ckpt._plan.save_plan import SavePlan
 from ckpt._runtime.threads import run_in_thread
-from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.leaf_specs import CheckpointLeaf
 from ckpt._tree.structure import describe
 from ckpt.errors import InvalidArgumentError, located
@@ -105,6 +103,7 @@ class EngineItemWriter:
                 parts is None,
                 session.storage.traits.largest_file_bytes,
                 session.storage.traits.usual_file_bytes,
+                session.engine.sidecars,
             )
             known = None
             if session.shares:
@@ -127,12 +126,7 @@ class EngineItemWriter:
         if plan.formatted is not None:
             session.formatted.append(plan.formatted)
         write = ItemWrite(session, self._call, self._item, plan, known, expected, self._extensions)
-        # These values outlive this call and must not keep the caller's arrays alive.
-        values = [
-            None if leaf_plan.spec.kind in ARRAY_KINDS else leaf
-            for leaf_plan, leaf in zip(plan.save.leaves, leaves, strict=True)
-        ]
-        written = WrittenTree(PlannedTree(structure.nodes, plan.save.leaves, values), plan)
+        written = WrittenTree(planned(structure, plan.save), plan)
         if parts is None:
             await self._share.stage(session, write, written, leaves)
         else:

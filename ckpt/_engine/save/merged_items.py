@@ -1,4 +1,4 @@
-"""Merged items: the reports of all writers of an item become one manifest entry and one database.
+"""Merged items: the reports of all writers of an item become one manifest entry.
 
 The writers are the processes of a job, or the calls of a save in parts. A process that saves an
 item alone is its only writer.
@@ -6,18 +6,15 @@ item alone is its only writer.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckpt._engine.plan_cache import ItemPlan, new_data_file
+from ckpt._engine.plan_cache import ItemPlan, Sidecars
 from ckpt._format.manifest import ItemEntry
-from ckpt._format.ocdbt import DatabaseIndex
 from ckpt._plan.item_reports import ChunkTable, ItemReport, PlannedTree
-from ckpt._plan.orbax_view import item_view
 from ckpt.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -79,8 +76,16 @@ class ItemParts(Struct):
                 item=item,
             )
 
-    def whole(self, created_ns: int) -> tuple[ItemEntry, dict[str, bytes]]:
-        """Return the entry of the whole item, and the files that cover all its parts, by path."""
+    def whole(
+        self, item: str, sidecars: Sidecars, created_ns: int
+    ) -> tuple[ItemEntry, dict[str, bytes]]:
+        """Return the entry of the whole item, and the files for other readers, by path.
+
+        Args:
+            item: Name of the item.
+            sidecars: The files for other readers.
+            created_ns: Start of the save, in Unix nanoseconds.
+        """
         from ckpt._plan.merged_parts import merge_parts
 
         assert self.entry is not None
@@ -92,37 +97,24 @@ class ItemParts(Struct):
             [part.tree for part in parts],
             [part.report for part in parts if part.report is not None],
         )
-        entry, files = merge_item(self.entry, tree, reports, created_ns)
-        return entry, item_view(entry) | files
+        entry = entry_of(self.entry, tree, reports)
+        beside = sidecars.of_tree(item, tree)
+        early = {path: data for path, (data, _) in beside.of_structure().items()}
+        return entry, early | beside.of_places(reports, created_ns)
 
 
-def merge_item(
-    entry: ItemEntry, tree: PlannedTree, reports: Sequence[ItemReport], created_ns: int
-) -> tuple[ItemEntry, dict[str, bytes]]:
-    """Return the entry of an item with its tree, and the files of its database by path.
-
-    Args:
-        entry: The entry that the handler made.
-        tree: The tree.
-        reports: The report of each writer.
-        created_ns: Unix time in nanoseconds.
-    """
-    stored = ChunkTable.merged(tree.leaves, reports)
-    keys = list(stored.keys(tree.leaves))
-    files: dict[str, bytes] = {}
-    if keys:
-        files = database_files(DatabaseIndex(keys), stored.data_files, created_ns)
-    return entry_of(entry, tree, stored), files
-
-
-def entry_of(entry: ItemEntry, tree: PlannedTree, stored: ChunkTable) -> ItemEntry:
+def entry_of(
+    entry: ItemEntry, tree: PlannedTree, reports: Sequence[ItemReport], *, own_disks: bool = False
+) -> ItemEntry:
     """Return the entry of an item with its tree, and with the columns of extensions.
 
     Args:
         entry: The entry that the handler made.
         tree: The tree.
-        stored: The chunks of all writers.
+        reports: The report of each writer.
+        own_disks: True if chunks may be missing because other processes keep them.
     """
+    stored = ChunkTable.merged(tree.leaves, reports, own_disks=own_disks)
     found = tree.filled(entry, stored)
     if stored.notes:
         # Imported only where an extension has noted something.
@@ -131,12 +123,3 @@ def entry_of(entry: ItemEntry, tree: PlannedTree, stored: ChunkTable) -> ItemEnt
         for name, each in readers(stored.notes).items():
             found = replace(found, leaves=each.with_notes(found.leaves, stored.notes[name]))
     return found
-
-
-def database_files(
-    index: DatabaseIndex, data_files: Sequence[str], created_ns: int
-) -> dict[str, bytes]:
-    """Return the files that make data files a database, by path relative to the item."""
-    tree_file = new_data_file()
-    made = index.encode(data_files, tree_file, uuid.uuid4().bytes, created_ns)
-    return {tree_file: made.tree, "manifest.ocdbt": made.manifest}

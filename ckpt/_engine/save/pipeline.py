@@ -253,13 +253,15 @@ async def _commit_item(
 
 
 async def _join_parts(session: SaveSession, entries: dict[str, ItemEntry]) -> None:
-    """Write the indexes over all parts of each item, and make the entries of the items."""
+    """Write what covers all parts of each item, and make the entries of the items."""
     if session.plans.rules is not None:
         session.plans.rules.check_used(session.formatted)
     async with anyio.create_task_group() as writers:
         for name, parts in (session.parts or {}).items():
             with located(item=name):
-                entry, files = await run_in_thread(parts.whole, session.created_ns)
+                entry, files = await run_in_thread(
+                    parts.whole, name, session.engine.sidecars, session.created_ns
+                )
             entries[name] = entry
             for path, data in files.items():
                 writers.start_soon(session.write, f"{name}/{path}", data)

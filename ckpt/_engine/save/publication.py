@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import anyio
 
-from ckpt._engine.engine import Engine
 from ckpt._engine.save.save_request import SaveRequest, step_exists
 from ckpt._engine.save.session import SaveSession
 from ckpt._format.manifest import ItemEntry, Manifest, encode, features, sizes
@@ -21,24 +19,10 @@ from ckpt._format.manifest_head import (
     digest,
 )
 from ckpt._plan.compared_leaves import how_items_differ
-from ckpt._plan.orbax_view import step_view, text_view, why_hidden
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import CheckpointError, InvalidArgumentError, SaveSkippedError, StepExistsError
 from ckpt.storage._base import Storage
 from ckpt.storage._manifests import read_manifest
-
-logger = logging.getLogger("ckpt")
-
-
-def _warn_of_hidden(engine: Engine, entries: Mapping[str, ItemEntry]) -> None:
-    """Warn of items that Orbax cannot read, once for each."""
-    for name, entry in entries.items():
-        why = why_hidden(entry)
-        if why and (name, why) not in engine.plans.hidden:
-            engine.plans.hidden.add((name, why))
-            logger.warning(
-                "Orbax cannot read the item %r: %s. This library reads all of it", name, why
-            )
 
 
 async def write_manifest(
@@ -49,10 +33,10 @@ async def write_manifest(
     *,
     joint: bool = False,
 ) -> Manifest:
-    """Write the rest of the Orbax view, then the manifest; all of it is durable on return.
+    """Write the other files for other readers, then the manifest; all is durable on return.
 
-    `part` is the part file of a private disk. It replaces the view: Orbax would read zeros for the
-    chunks on other disks. `joint` is True if other processes take part in the save.
+    `part` is the part file of a private disk. `joint` is True if other processes take part in the
+    save.
     """
     if not entries:
         # A step without items could not be read.
@@ -60,51 +44,37 @@ async def write_manifest(
     attempt = await session.opened()
     engine = session.engine
     committed_ns = engine.now_ns() if request.times_ns is None else request.times_ns[1]
+    manifest = Manifest(
+        format="ckpt",
+        version=FORMAT_VERSION,
+        requires=features(entries, attempt.folder, own_disks=part is not None),
+        step=request.step,
+        attempt=attempt.id,
+        folder=attempt.folder,
+        unnamed=request.unnamed,
+        items=dict(entries),
+        metrics=None if request.metrics is None else dict(request.metrics),
+        metadata=request.metadata,
+        parent=request.parent,
+        replaces=list(request.replaces),
+        left_behind=list(request.left_behind),
+        created_ns=session.created_ns,
+        committed_ns=committed_ns,
+        writer=engine.versions,
+        process_count=session.processes.count,
+        save=session.save if part is not None else "",
+        statistics=session.hooks.watch.early(),
+        files=session.files,
+        dropped=list(request.dropped),
+        extensions=_notes(session, entries, joint=joint),
+    )
+    files = await run_in_thread(engine.sidecars.of_step, request.step_dir, manifest)
     if part is not None:
-        files = {PART_FILE: part}
-    else:
-        files = step_view(
-            request.step_dir,
-            entries,
-            request.metrics,
-            request.metadata,
-            session.created_ns,
-            committed_ns,
-            session.files,
-            in_store=bool(attempt.folder),
-        )
-        for name, entry in entries.items():
-            texts = await run_in_thread(text_view, entry)
-            files.update({f"{name}/{path}": data for path, data in texts.items()})
-        _warn_of_hidden(engine, entries)
+        files[PART_FILE] = part
     async with anyio.create_task_group() as writers:
         for path, data in files.items():
             known = session.files[path] = FileEntry(size=len(data), digest=digest(data))
             writers.start_soon(session.write, path, data, known)
-        manifest = Manifest(
-            format="ckpt",
-            version=FORMAT_VERSION,
-            requires=features(entries, attempt.folder, own_disks=part is not None),
-            step=request.step,
-            attempt=attempt.id,
-            folder=attempt.folder,
-            unnamed=request.unnamed,
-            items=dict(entries),
-            metrics=None if request.metrics is None else dict(request.metrics),
-            metadata=request.metadata,
-            parent=request.parent,
-            replaces=list(request.replaces),
-            left_behind=list(request.left_behind),
-            created_ns=session.created_ns,
-            committed_ns=committed_ns,
-            writer=engine.versions,
-            process_count=session.processes.count,
-            save=session.save if part is not None else "",
-            statistics=session.hooks.watch.early(),
-            files=session.files,
-            dropped=list(request.dropped),
-            extensions=_notes(session, entries, joint=joint),
-        )
         encoded = await run_in_thread(encode_manifest, manifest)
     await session.storage.write(attempt, FILE_NAME, encoded)
     session.sizes = sizes(manifest, encoded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
 import anyio
 from msgspec.structs import replace
@@ -10,12 +11,14 @@ from msgspec.structs import replace
 from ckpt._engine.save.save_request import renew_lease
 from ckpt._format.manifest import Manifest, encode, features, sizes
 from ckpt._format.manifest_head import FILE_NAME, OWN_DISKS, VIRTUAL, DroppedItem, FileEntry, digest
-from ckpt._plan.orbax_view import step_view
 from ckpt._runtime.futures import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.storage._base import Attempt, Storage
 from ckpt.storage._manifests import while_read
+
+if TYPE_CHECKING:
+    from ckpt._engine.plan_cache import Sidecars
 
 
 async def republish(
@@ -71,6 +74,7 @@ async def delete_items(
     manifest: Manifest,
     going: Mapping[str, str | None],
     now_ns: int,
+    sidecars: Sidecars,
 ) -> None:
     """Take items out of a committed step directory; the new manifest records their removal.
 
@@ -85,6 +89,7 @@ async def delete_items(
         going: Names of the items, each with the policy that does not keep it; None if the item is
             deleted by hand.
         now_ns: The time, in Unix nanoseconds.
+        sidecars: The files for other readers.
 
     Raises:
         InvalidArgumentError: The step has no such item, or no others; the error names its items.
@@ -125,7 +130,8 @@ async def delete_items(
             extensions=notes,
         )
         async with while_read(storage, step_dir, manifest):
-            return await _write_rest(storage, attempt, manifest, kept, going)
+            written = await run_in_thread(sidecars.of_step, step_dir, kept)
+            return await _write_rest(storage, attempt, manifest, kept, going, written)
 
     with located(step=manifest.step):
         await republish(storage, step_dir, write, replacing=manifest.attempt)
@@ -158,22 +164,17 @@ def _item_of(path: str) -> str:
 
 
 async def _write_rest(
-    storage: Storage, attempt: Attempt, old: Manifest, new: Manifest, going: Collection[str]
+    storage: Storage,
+    attempt: Attempt,
+    old: Manifest,
+    new: Manifest,
+    going: Collection[str],
+    written: Mapping[str, bytes],
 ) -> dict[str, int]:
-    """Write all but these items to an attempt, manifest last; return the sizes of its files."""
-    step_dir = attempt.step_dir
-    written: dict[str, bytes] = {}
-    if not {OWN_DISKS, VIRTUAL} & set(old.requires):
-        written = step_view(
-            step_dir,
-            new.items,
-            old.metrics,
-            old.metadata,
-            old.created_ns,
-            old.committed_ns,
-            old.files,
-            in_store=bool(attempt.folder),
-        )
+    """Write all but these items to an attempt, manifest last; return the sizes of its files.
+
+    `written` are the files that are made anew.
+    """
     linked = {
         path: known
         for path, known in old.files.items()

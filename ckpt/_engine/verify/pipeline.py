@@ -28,8 +28,8 @@ from ckpt._events import EventRecorder, Observer
 from ckpt._format.chunk_locations import ChunkLocation, misplaced_leaves, places_in
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import ItemEntry, Manifest, Node, of_item
-from ckpt._format.manifest_head import FILE_NAME, OWN_DISKS, VIRTUAL, FileEntry
-from ckpt._format.step_files import SourceFile
+from ckpt._format.manifest_head import FILE_NAME, FileEntry
+from ckpt._format.step_files import BEGUN, SourceFile
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tree.boxes import unboxed_names
@@ -96,7 +96,8 @@ def _problems_of_item(name: str, item: ItemEntry, manifest: Manifest) -> list[Pr
         found.append(Problem(FILE_NAME, name, error.leaf, error.message))
     if (
         any(leaf.digests for leaf in item.leaves)
-        and not {OWN_DISKS, VIRTUAL} & set(manifest.requires)
+        # A step that is not made for other readers needs no database.
+        and BEGUN in manifest.files
         and f"{name}/{_DATABASE}" not in manifest.files
     ):
         message = f"it does not list {name}/{_DATABASE}, the database of the item's arrays"

@@ -39,6 +39,7 @@ from ckpt.storage._base import HasDirectories, Storage
 from ckpt.storage._manifests import while_read
 
 if TYPE_CHECKING:
+    from ckpt._engine.plan_cache import Sidecars
     from ckpt._steps.root import RunHooks
 
 logger = logging.getLogger("ckpt")
@@ -100,8 +101,9 @@ class Retention:
         index: StepIndex,
         policy: KeepRules | None,
         deletion: Deletion | None,
-        observers: tuple[Observer, ...],
-        now_ns: Callable[[], int],
+        sidecars: Sidecars,
+        observers: tuple[Observer, ...] = (),
+        now_ns: Callable[[], int] = time.time_ns,
         hooks: Sequence[RunHooks] = (),
         log_level: int = logging.INFO,
     ) -> None:
@@ -112,6 +114,7 @@ class Retention:
             index: The committed steps of the root.
             policy: The keep policy; None (not given) keeps all.
             deletion: How the other steps are deleted; None (not given) removes them permanently.
+            sidecars: The files for other readers of steps that lose an item.
             observers: Observers of every deletion.
             now_ns: Returns the time in Unix nanoseconds.
             hooks: Features that protect steps.
@@ -142,6 +145,7 @@ class Retention:
         self.trash: str | None = None if deletion is None else trash_of(deletion)
         self._observers = observers
         self._now_ns = now_ns
+        self._sidecars = sidecars
         # The step that was acknowledged last, or None; set by the saves.
         self.newest: int | None = None
         self._hooks = hooks
@@ -230,16 +234,14 @@ class Retention:
             always.update(each.protected())
         now = self._now_ns() / 1e9
         going = await run_in_thread(plan_deletions, self._policy, found, steps, now, always)
-        if isinstance(self._policy, Mapping):
-            spared = [step for step, each in found.items() if each.is_foreign]
+        by_item = isinstance(self._policy, Mapping)
+        if by_item or self._spares_foreign:
+            among = found if by_item else going.steps
+            spared = [step for step in among if found[step].is_foreign]
+            going = going.where(lambda step: step not in spared)
             if says_spared:
                 self._say_spared(spared)
                 self._say_unused(found)
-        elif self._spares_foreign:
-            spared = [step for step, each in going.steps.items() if each.is_foreign]
-            if says_spared:
-                self._say_spared(spared)
-            going = going.where(lambda step: step not in spared)
         pinned = await pins(self._storage) if going else {}
         going = going.where(lambda step: step not in pinned)
         whole = {each for each in found if each not in going.steps and each not in going.items}
@@ -265,20 +267,14 @@ class Retention:
         if not steps or self._said_spared:
             return
         self._said_spared = True
-        where, listed = redact(self._storage.location), shortened(sorted(steps))
+        how = ", though the keep policy does not keep them"
+        advice = "With Deletion(orbax_steps=True) they are deleted, too"
         if isinstance(self._policy, Mapping):
-            logger.warning(
-                "%s: steps that another library wrote stay whole, since a keep policy for "
-                "each item is about steps of this library: %s. delete(step) deletes one",
-                where,
-                listed,
-            )
-            return
+            how = " whole, since a keep policy for each item is about steps of this library"
+            advice = "delete(step) deletes one"
+        where, listed = redact(self._storage.location), shortened(sorted(steps))
         logger.warning(
-            "%s: steps that another library wrote stay, though the keep policy does not "
-            "keep them: %s. With Deletion(orbax_steps=True) they are deleted, too",
-            where,
-            listed,
+            "%s: steps that another library wrote stay%s: %s. %s", where, how, listed, advice
         )
 
     def _say_unranked(self, steps: Sequence[SavedStep]) -> None:
@@ -447,7 +443,9 @@ class Retention:
         async with self._deletion(step):
             async with while_read(self._storage, step_dir, manifest):
                 await spare_foreign_files(self._storage, step_dir)
-            await delete_items(self._storage, step_dir, manifest, going, self._now_ns())
+            await delete_items(
+                self._storage, step_dir, manifest, going, self._now_ns(), self._sidecars
+            )
         for item, policy in going.items():
             why = "" if policy is None else f", which {policy} does not keep"
             logger.info("deleted the item %r of step %d%s", item, step, why)

@@ -21,7 +21,7 @@ from ckpt._redaction import redact
 from ckpt._runtime.futures import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt._steps.opened import OpenedStep
-from ckpt._steps.saves.save_arguments import clear_target
+from ckpt._steps.saves.one_shot import make_way
 from ckpt._tree.table import format_bytes
 from ckpt.errors import InvalidArgumentError, located
 from ckpt.storage._base import Attempt, Storage
@@ -56,9 +56,7 @@ async def adopt_step(
             f"{redact(where)} is a checkpoint of this library, or a part of one. Its manager may "
             "delete it, and what was adopted would be lost with it. Take ckpt.convert instead"
         )
-    await storage.prepare()
-    await storage.sweep()
-    await clear_target(storage, request)
+    await make_way(storage, request)
     began_ns = engine.now_ns()
     new = await adopted(old, opened.foreign)
     manifests: list[Manifest] = []

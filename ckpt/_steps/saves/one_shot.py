@@ -46,7 +46,7 @@ async def save_one_shot(
         async with processes.busy():
             with time_limit(request.timeout, hooks):
                 await admitted()
-                await processes.if_publishing(partial(_clear, storage, request))
+                await processes.if_publishing(partial(make_way, storage, request))
                 request = await with_plain_metrics(request)
         snapshot = on_snapshot, on_staged, hooks.watch.began
         calls = SaveCalls(SaveCall(request.items, request.unnamed, *snapshot))
@@ -55,7 +55,13 @@ async def save_one_shot(
         )
 
 
-async def _clear(storage: Storage, request: SaveRequest) -> None:
+async def make_way(storage: Storage, request: SaveRequest) -> None:
+    """Make the root, remove leftovers of dead writers, and clear the name of a step.
+
+    Raises:
+        StepExistsError: The name is taken, and may not be replaced.
+        StorageError: The store refused.
+    """
     await storage.prepare()
     await storage.sweep()
     await clear_target(storage, request)

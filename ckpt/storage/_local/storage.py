@@ -32,7 +32,7 @@ from ckpt.storage._base import (
     undelete_exists,
     undelete_missing,
 )
-from ckpt.storage._local import attempts, data_files, notes, posix, tensorstore_files
+from ckpt.storage._local import attempts, data_files, notes, posix
 from ckpt.storage._local import trash as trash_folder
 from ckpt.storage._local.attempts import LocalAttempt
 from ckpt.storage._local.config import Local, of_each, translated
@@ -45,10 +45,6 @@ T = TypeVar("T")
 # Files that one call of a thread reads; a cancelled caller waits for the call.
 _BATCH = 256
 _LARGEST_FILE_BYTES = 1 << 44
-
-
-def _nothing() -> None:
-    pass
 
 
 class _DataFiles(Protocol):
@@ -85,7 +81,11 @@ class LocalStorage:
         """
         own = root if isinstance(root, Local) else Local(root)
         self._root = Path(own.path)
-        self._files: _DataFiles = data_files if own.io == "direct" else tensorstore_files
+        self._files: _DataFiles = data_files
+        if own.io != "direct":
+            from ckpt.storage._local import tensorstore_files
+
+            self._files = tensorstore_files
         self._hard_links = own.hard_links
         self._timeouts = timeouts
         self._create = create
@@ -204,10 +204,8 @@ class LocalStorage:
         return await self._of_each("read", step_dirs, path, read)
 
     async def cut_files(self, expected: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
-        top = str(self._root)
-
         def look(name: str) -> str | None:
-            return posix.cut_file(f"{top}/{name}", expected[name])
+            return posix.cut_file(f"{self._root}/{name}", expected[name])
 
         cut = await self._of_each("look at", list(expected), "", look)
         return {name: text for name, text in zip(expected, cut, strict=True) if text}
@@ -329,7 +327,7 @@ class LocalStorage:
     ) -> None:
         where = _below(step_dir, path)
         read = partial(self._files.read_block, self._root, where, offset, target)
-        await self._read(step_dir, path, read, then or _nothing)
+        await self._read(step_dir, path, read, then or (lambda: None))
 
     async def map_block(
         self,

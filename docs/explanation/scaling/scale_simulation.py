@@ -26,7 +26,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ckpt._format.manifest import ItemEntry, Manifest, decode, encode
 from ckpt._format.manifest_head import FileEntry, digest
-from ckpt._format.ocdbt import DatabaseIndex
+from ckpt._interop.orbax.database_index import DatabaseIndex
+from ckpt._interop.orbax.sidecars import database_keys
 from ckpt._job.division import Division, ProcessGroup
 from ckpt._job.process_reports import (
     ProcessReport,
@@ -124,7 +125,7 @@ def run(case: Case) -> dict[str, Any]:
         stored = ChunkTable.merged(plan.leaves, [report.written for report in reports])
         planned = PlannedTree([], plan.leaves, [None] * len(specs))
         entry = planned.filled(ItemEntry(handler="pytree"), stored)
-        keys = list(stored.keys(plan.leaves))
+        keys = list(database_keys(plan.leaves, stored))
     found["chunks"] = sum(len(report.written.rows) for report in reports)
     del packed, reports
     with _timed(found, "index"):

@@ -27,6 +27,7 @@ from ckpt import errors
 from ckpt._engine.save.republication import delete_items
 from ckpt._format.manifest import Manifest, decode
 from ckpt._format.manifest_head import FILE_NAME, FileEntry
+from ckpt._interop.orbax.sidecars import OrbaxSidecars
 from ckpt.storage import open_root
 from tests.reliability.scenarios import age, leftovers
 from tests.support.faults import (
@@ -188,7 +189,7 @@ def test_where_files_cannot_have_two_names_they_are_copied(root: Path, code: int
 
 def delete_by(root: Path, manifest: Manifest, item: str) -> None:
     """Delete an item of a step that looks as `manifest` says."""
-    anyio.run(delete_items, open_root(root), "1", manifest, {item: None}, 0)
+    anyio.run(delete_items, open_root(root), "1", manifest, {item: None}, 0, OrbaxSidecars())
 
 
 def test_damage_of_other_items_is_told_and_the_step_stays(root: Path) -> None:

@@ -20,7 +20,8 @@ from ckpt import errors
 from ckpt._engine.plan_cache import PlanCache
 from ckpt._format.manifest import ItemEntry
 from ckpt._format.manifest_head import FILE_NAME
-from ckpt._format.ocdbt import KeyValue
+from ckpt._interop.orbax.database_index import KeyValue
+from ckpt._interop.orbax.sidecars import database_keys
 from ckpt._plan.item_reports import ChunkTable, ItemReport, PlannedTree
 from ckpt._plan.leaf_entries import check_leaves
 from ckpt._plan.merged_parts import TreeParts, merge_parts
@@ -84,7 +85,8 @@ def written_of(tree: Any, budget: int) -> tuple[PlannedTree, ItemReport]:
 
 def entry_of(tree: PlannedTree, reports: Sequence[ItemReport]) -> tuple[ItemEntry, list[KeyValue]]:
     stored = ChunkTable.merged(tree.leaves, reports)
-    return tree.filled(ItemEntry(handler="pytree"), stored), list(stored.keys(tree.leaves))
+    entry = tree.filled(ItemEntry(handler="pytree"), stored)
+    return entry, list(database_keys(tree.leaves, stored))
 
 
 @given(st.data(), DICTS, st.integers(1, 4), st.sampled_from([1 << 14, 1 << 20]))

@@ -14,6 +14,7 @@ import ckpt
 import ckpt.sync
 from ckpt import errors
 from ckpt._engine.save.republication import delete_items
+from ckpt._interop.orbax.sidecars import OrbaxSidecars
 from ckpt.storage import open_root
 from ckpt.storage._manifests import read_manifest
 from tests.support.simulated_job import FAR, closed, managers, steps, together
@@ -82,7 +83,7 @@ def test_what_one_disk_has_lost_goes_from_the_others(tmp_path: Path) -> None:
     async def drop() -> None:
         storage = open_root(tmp_path / "1")
         manifest = await read_manifest(storage, "1", step=1)
-        await delete_items(storage, "1", manifest, {"opt_state": "Latest(1)"}, 0)
+        await delete_items(storage, "1", manifest, {"opt_state": "Latest(1)"}, 0, OrbaxSidecars())
 
     anyio.run(drop)
     mgrs = managers(tmp_path, own_disks=True, seconds=FAR, keep=POLICIES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,10 @@ from ckpt._engine.save.merged_items import WrittenTree, entry_of
 from ckpt._format.manifest import ItemEntry, Manifest, Node, decode, encode
 from ckpt._format.manifest_head import OWN_DISKS, DroppedItem, FileEntry, digest
 from ckpt._format.per_process import apart, combine
+from ckpt._interop.orbax.sidecars import OrbaxSidecars, database_keys
 from ckpt._job.process_reports import ProcessReport, SaveReport, encode_report, value_fingerprint
 from ckpt._job.publication import merge_processes
 from ckpt._plan.item_reports import ChunkNotes, ChunkTable, ItemReport, PlannedTree
-from ckpt._plan.orbax_view import item_view, step_view, text_view
 from ckpt._vitals.signs import COPY, SIGNS, Array, no_signs
 from ckpt._vitals.stored_signs import signs_in
 from ckpt.errors import CheckpointError, CoordinationError, CorruptCheckpointError
@@ -69,9 +68,13 @@ class Parts:
         ]
         self.reports[0].files["notes/metadata"] = _file(b"{}")
         self.own = own
-        stored = ChunkTable.merged(plan.leaves, [held[0].written], own_disks=True)
         self.items = {
-            "state": entry_of(ItemEntry(handler="pytree", nbytes=3), self.tree, stored),
+            "state": entry_of(
+                ItemEntry(handler="pytree", nbytes=3),
+                self.tree,
+                [held[0].written],
+                own_disks=True,
+            ),
             "notes": JSON,
             "reader": apart(own[0], 0, job.count),
         }
@@ -141,11 +144,11 @@ def noted(written: ItemReport, signs: Array, copies: Array) -> ItemReport:
     return replace(written, notes={"vital_signs": notes})
 
 
-def views(items: Mapping[str, ItemEntry], files: Sequence[str]) -> dict[str, bytes]:
-    tree = items["state"]
-    made = item_view(tree) | text_view(tree)
-    about = ({"loss": 0.5}, {"run": "one"}, CREATED, COMMITTED)
-    return step_view("100", items, *about, files) | {f"state/{n}": d for n, d in made.items()}
+def views(tree: PlannedTree, manifest: Manifest) -> dict[str, bytes]:
+    sidecars = OrbaxSidecars()
+    made = sidecars.of_tree("state", tree).of_structure()
+    step = sidecars.of_step("100", manifest)
+    return step | {f"state/{name}": data for name, (data, _) in made.items()}
 
 
 @given(jobs().filter(lambda job: job.count > 1), st.integers(0, 5))
@@ -156,7 +159,7 @@ def test_it_is_what_a_save_to_one_place_would_be(job: Job, seed: int) -> None:
     # Byte for byte, with all columns of its leaves.
     assert joined.encoded == encode(replace(manifest, items=items))
     assert encode(decode(joined.encoded, where="joined")) == joined.encoded
-    view = views(items, list(files))
+    view = views(parts.tree, replace(manifest, items=items, files=files))
     assert {path: joined.files[path] for path in view} == view
     database = set(joined.files) - set(view)
     stores_arrays = any(leaf.metadata for leaf in parts.tree.leaves)
@@ -169,7 +172,7 @@ def test_its_database_has_the_keys_of_one_place(job: Job) -> None:
     parts = Parts(job)
     written = [report.trees["state"].written for report in parts.reports]
     expected, found = (
-        list(ChunkTable.merged(tree.leaves, written).keys(tree.leaves))
+        list(database_keys(tree.leaves, ChunkTable.merged(tree.leaves, written)))
         for tree in (parts.tree, planned_tree(parts.first().items["state"]))
     )
     assert found == expected

@@ -17,7 +17,7 @@ import pytest
 
 import ckpt.sync
 from ckpt._engine.restore import placement
-from ckpt._plan import orbax_view
+from ckpt._interop.orbax import sidecars
 from ckpt._tree.leaf_specs import Classifier
 
 LEAVES = 2000
@@ -73,7 +73,7 @@ def test_the_files_for_orbax_are_made_without_a_container_for_each_leaf(
             mgr.save(0, tree).result()
 
     # Called last, with all that was made of the leaves before.
-    more = most_at(monkeypatch, orbax_view, "_shardings", save)
+    more = most_at(monkeypatch, sidecars, "_shardings", save)
     assert more < LEAVES * 2
 
 

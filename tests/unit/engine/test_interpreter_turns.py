@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 import ckpt.sync
-from ckpt._engine.plan_cache import CompatFiles
 from ckpt._engine.save.item_writer import EngineItemWriter
+from ckpt._interop.orbax.sidecars import OrbaxTreeFiles
 
 
 def test_no_two_threads_of_a_save_compute_at_once(
@@ -43,12 +43,12 @@ def test_no_two_threads_of_a_save_compute_at_once(
 
         monkeypatch.setattr(where, name, watched)
 
-    watch(CompatFiles, "index")
-    watch(CompatFiles, "view")
+    watch(OrbaxTreeFiles, "of_structure")
+    watch(OrbaxTreeFiles, "of_places")
     watch(EngineItemWriter, "_filled")
     tree = {f"leaf_{number}": jnp.full(3, number) for number in range(20)}
     with ckpt.sync.CheckpointManager(tmp_path) as mgr:
         mgr.save(0, tree).result()
-        assert seen == {"index", "view", "_filled"}
+        assert seen == {"of_structure", "of_places", "_filled"}
         assert met == []
         assert mgr.restore(0)["leaf_7"].tolist() == [7, 7, 7]

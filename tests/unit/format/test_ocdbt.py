@@ -14,8 +14,9 @@ import tensorstore as ts
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpt._format import ocdbt
-from ckpt._format.ocdbt import MAX_KEY_BYTES, Database, DatabaseIndex, KeyValue
+from ckpt._format.array_format import MAX_KEY_BYTES
+from ckpt._interop.orbax import database_index as ocdbt
+from ckpt._interop.orbax.database_index import Database, DatabaseIndex, KeyValue
 
 UUID = bytes(range(16))
 CREATED_NS = 1_700_000_000_123_456_789

@@ -14,8 +14,8 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt._format.ocdbt import DatabaseIndex, KeyValue
 from ckpt._interop.orbax.database import ValueLocation, check_path, read_database
+from ckpt._interop.orbax.database_index import DatabaseIndex, KeyValue
 from ckpt.errors import CorruptCheckpointError
 
 KEYS = st.text("ab/c.0é", min_size=1, max_size=12).map(str.encode)

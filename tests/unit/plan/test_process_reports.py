@@ -21,7 +21,8 @@ from msgspec.structs import replace
 from ckpt._format.chunk_locations import region_of
 from ckpt._format.manifest import ItemEntry, Node
 from ckpt._format.manifest_head import digest
-from ckpt._format.ocdbt import DatabaseIndex, KeyValue
+from ckpt._interop.orbax.database_index import DatabaseIndex, KeyValue
+from ckpt._interop.orbax.sidecars import database_keys
 from ckpt._job.process_reports import (
     ProcessReport,
     disagreement,
@@ -110,7 +111,7 @@ class Written:
         leaves = self.plans[0].leaves
         stored = ChunkTable.merged(leaves, reports)
         entry = PlannedTree([], leaves, self.values).filled(ItemEntry(handler=""), stored)
-        return entry, list(stored.keys(leaves))
+        return entry, list(database_keys(leaves, stored))
 
 
 def as_text(report: ProcessReport) -> tuple[Any, ...]:

@@ -14,9 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ckpt._format.array_format import DTYPES, stored_dtype, zarr_metadata_bytes
-from ckpt._format.ocdbt import MAX_KEY_BYTES
+from ckpt._format.array_format import DTYPES, MAX_KEY_BYTES, stored_dtype, zarr_metadata_bytes
 from ckpt._format.regions import chunk_region
+from ckpt._interop.orbax.sidecars import database_keys
 from ckpt._plan.chunking import PACKED_BYTES
 from ckpt._plan.item_reports import ChunkTable, ItemReport
 from ckpt._plan.save_plan import SavePlan, plan_save
@@ -31,7 +31,8 @@ MIB = 1 << 20
 def keys_of(plan: SavePlan) -> list[bytes]:
     """The keys of the database of an item that is saved by `plan`."""
     report = ItemReport.of(plan.batches, [""] * len(plan.batches))
-    return [each.key for each in ChunkTable.merged(plan.leaves, [report]).keys(plan.leaves)]
+    stored = ChunkTable.merged(plan.leaves, [report])
+    return [each.key for each in database_keys(plan.leaves, stored)]
 
 
 SPECS = [

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from ckpt._format.array_format import DTYPES, parse_dtype
 from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import ItemEntry, decode_item, encode_item
-from ckpt._tree.leaf_kinds import CALLABLE, SCALAR_KINDS, decode_scalar
-from ckpt._tree.leaf_specs import classify, encode_scalar, scalar_array
+from ckpt._tree.leaf_kinds import CALLABLE, SCALAR_KINDS, decode_scalar, encode_scalar, scalar_array
+from ckpt._tree.leaf_specs import classify
 from ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from ckpt.testing.compare import differences
 from ckpt.testing.strategies import arrays, leaves, numpy_scalars, python_scalars

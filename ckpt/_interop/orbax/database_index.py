@@ -19,8 +19,8 @@ import google_crc32c
 import numpy as np
 from msgspec import Struct
 
-# The format's own limit; TensorStore refuses a node with a longer key.
-MAX_KEY_BYTES = 65_535
+from ckpt._format.array_format import MAX_KEY_BYTES
+
 _MANIFEST_MAGIC = 0x0CDB3A2A
 _NODE_MAGIC = 0x0CDB20DE
 _UNCOMPRESSED = b"\x00"
