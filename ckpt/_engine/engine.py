@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
-import math
 import platform
 import time
 import weakref
@@ -23,12 +22,10 @@ from msgspec import Struct, field
 from ckpt._engine.memory.arena import Arena, Buffers
 from ckpt._engine.plan_cache import NO_SIDECARS, PlanCache, Sidecars
 from ckpt._events import Observer
-from ckpt._format.leaf_table import DIGEST_BYTES, LeafForm
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._format.manifest_head import OWN_FORMAT, VIRTUAL, FileEntry
-from ckpt._plan.base_chunks import SMALL_BYTES, BaseChunks
-from ckpt._plan.chunking import LeafPlan
-from ckpt._plan.item_reports import ROW, ItemReport
+from ckpt._plan.base_chunks import BaseChunks, stored_report
+from ckpt._plan.item_reports import ItemReport
 from ckpt._plan.save_plan import SavePlan
 from ckpt._plan.write_batches import WriteBatch
 from ckpt._settings import Staging
@@ -40,7 +37,6 @@ if TYPE_CHECKING:
     from ckpt._engine.chunk_extensions import ChunkExtension
 
 logger = logging.getLogger("ckpt")
-_NONE = np.zeros(0, np.int64)
 
 
 class SavedItem(Struct, frozen=True, eq=False):
@@ -83,18 +79,13 @@ class SavedItem(Struct, frozen=True, eq=False):
         others.
         """
         taken = set() if kept is None else set(kept.files)
-        shared = {
-            path for path, entry in self.files.items() if entry.shared and entry.size >= SMALL_BYTES
-        }
-        return self.chunks.report.chunks_by_file(shared - taken)
+        shared = {path for path, entry in self.files.items() if entry.shared}
+        return self.chunks.in_large_files(shared - taken)
 
     def expected(self, batches: Sequence[WriteBatch]) -> set[int]:
         """Return the numbers of the batches that are likely unchanged."""
         chunks = self.chunks
         return {number for number, batch in enumerate(batches) if chunks.is_expected(batch)}
-
-    def small_files(self, report: ItemReport) -> int:
-        return sum(self.files[path].size < SMALL_BYTES for path in report.files)
 
 
 class RestoredItem(Struct, frozen=True, eq=False):
@@ -110,38 +101,8 @@ class RestoredItem(Struct, frozen=True, eq=False):
 
     def as_saved(self, plan: SavePlan) -> SavedItem:
         """Return the chunks of it that a save with this plan would write in the same form."""
-        table = self.entry.leaves
-        numbers = {name: number for number, name in enumerate(table.names)}
-        found, leaves = [_NONE], [_NONE]
-        chunks = [_NONE]
-        for number, leaf in enumerate(plan.leaves):
-            at = numbers.get(leaf.name)
-            if at is None or leaf.spec.dtype is None:
-                continue
-            first, end = int(table.firsts[at]), int(table.firsts[at + 1])
-            if end - first == math.prod(leaf.grid) and _is_alike(leaf, table.forms[table.form[at]]):
-                found.append(np.arange(first, end))
-                leaves.append(np.full(end - first, number))
-                chunks.append(np.arange(end - first))
-        places = np.concatenate(found)
-        here = table.offsets[places] >= 0
-        places = places[here]
-        rows = np.zeros(len(places), ROW)
-        rows["leaf"], rows["number"] = np.concatenate(leaves)[here], np.concatenate(chunks)[here]
-        rows["offset"] = table.offsets[places]
-        for name, column in (("file", table.files), ("length", table.lengths)):
-            if len(column):
-                rows[name] = column[places]
-        digests = np.frombuffer(table.digests, np.uint8).reshape(-1, DIGEST_BYTES)[places]
-        report = ItemReport(tuple(self.entry.data_files), rows, digests)
+        report = stored_report(self.entry, plan.leaves)
         return saved_item(plan, report, [None] * len(plan.leaves), self.files, None)
-
-
-def _is_alike(leaf: LeafPlan, form: LeafForm) -> bool:
-    """Return True if a stored leaf has the chunks that the plan gives it."""
-    codec = None if leaf.compression is None else leaf.compression.name
-    stored = (form.dtype, tuple(form.shape), tuple(form.chunks), form.packed, form.codec)
-    return stored == (leaf.spec.dtype, leaf.spec.shape, leaf.chunk, leaf.packed, codec)
 
 
 class BaseStep(Struct):

@@ -8,15 +8,17 @@ the first save that shares, each file holds arrays that change together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
 
 from ckpt._format.array_format import DTYPES
-from ckpt._format.leaf_table import DIGEST_BYTES
+from ckpt._format.leaf_table import DIGEST_BYTES, LeafForm
+from ckpt._format.manifest import ItemEntry
 from ckpt._plan.chunking import LeafPlan
-from ckpt._plan.item_reports import ItemReport
+from ckpt._plan.item_reports import ROW, ItemReport
 from ckpt._plan.write_batches import WriteBatch
 
 Array = np.ndarray[Any, Any]
@@ -25,6 +27,7 @@ Array = np.ndarray[Any, Any]
 # writing them costs as little as linking them.
 SMALL_BYTES = 1 << 20
 MOST_SMALL = 16
+_NONE = np.zeros(0, np.int64)
 
 
 class BaseChunks:
@@ -44,6 +47,8 @@ class BaseChunks:
         """
         self.report: ItemReport = report
         self._sizes = np.array(sizes, np.int64)
+        pairs = zip(report.files, sizes, strict=True)
+        self._small = {path for path, size in pairs if size < SMALL_BYTES}
         self._nbytes = _stored_bytes(leaves, report.rows)
         self._same = same
         keys = _keys(report.rows["leaf"], report.rows["number"])
@@ -68,20 +73,25 @@ class BaseChunks:
         return bool(2 * expected >= nbytes.sum())
 
     def of_digests(
-        self, batch: WriteBatch, digests: Sequence[str], most_small: int = MOST_SMALL
+        self, batch: WriteBatch, digests: Sequence[str], kept: Sequence[ItemReport] = ()
     ) -> ItemReport:
         """Return the part of the report that a save reuses for a batch.
 
         Args:
             batch: The batch.
             digests: The digests of its chunks.
-            most_small: Most small files that may be kept.
+            kept: What the save has kept already; small files count.
         """
         rows = self._rows_of(batch)
         own = np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, DIGEST_BYTES)
         wanted = np.zeros(len(self.report.rows), np.bool_)
         wanted[rows[self._are_equal(rows, own)]] = True
-        return self._kept(wanted, most_small)
+        small = sum(path in self._small for report in kept for path in report.files)
+        return self._kept(wanted, MOST_SMALL - small)
+
+    def in_large_files(self, files: Set[str]) -> list[set[tuple[int, int]]]:
+        """Return the chunks in each of some files, but for the small ones."""
+        return self.report.chunks_by_file(files - self._small)
 
     def same_again(self, report: ItemReport) -> Array:
         """Return the chunks of a later report that are the same; `[rows of that report] bool`."""
@@ -130,3 +140,38 @@ def _stored_bytes(leaves: Sequence[LeafPlan], rows: Array) -> Array:
         leaf = leaves[number]
         plain[number] = np.prod(leaf.chunk, dtype=np.int64) * DTYPES[leaf.spec.dtype or ""].itemsize
     return np.where(rows["length"] > 0, rows["length"].astype(np.int64), plain[rows["leaf"]])
+
+
+def stored_report(entry: ItemEntry, leaves: Sequence[LeafPlan]) -> ItemReport:
+    """Return the chunks of a stored item that a save with these plans would write alike."""
+    table = entry.leaves
+    numbers = {name: number for number, name in enumerate(table.names)}
+    found, owners = [_NONE], [_NONE]
+    chunks = [_NONE]
+    for number, leaf in enumerate(leaves):
+        at = numbers.get(leaf.name)
+        if at is None or leaf.spec.dtype is None:
+            continue
+        first, end = int(table.firsts[at]), int(table.firsts[at + 1])
+        if end - first == math.prod(leaf.grid) and _is_alike(leaf, table.forms[table.form[at]]):
+            found.append(np.arange(first, end))
+            owners.append(np.full(end - first, number))
+            chunks.append(np.arange(end - first))
+    places = np.concatenate(found)
+    here = table.offsets[places] >= 0
+    places = places[here]
+    rows = np.zeros(len(places), ROW)
+    rows["leaf"], rows["number"] = np.concatenate(owners)[here], np.concatenate(chunks)[here]
+    rows["offset"] = table.offsets[places]
+    for name, column in (("file", table.files), ("length", table.lengths)):
+        if len(column):
+            rows[name] = column[places]
+    digests = np.frombuffer(table.digests, np.uint8).reshape(-1, DIGEST_BYTES)[places]
+    return ItemReport(tuple(entry.data_files), rows, digests)
+
+
+def _is_alike(leaf: LeafPlan, form: LeafForm) -> bool:
+    """Return True if a stored leaf has the chunks that the plan gives it."""
+    codec = None if leaf.compression is None else leaf.compression.name
+    stored = (form.dtype, tuple(form.shape), tuple(form.chunks), form.packed, form.codec)
+    return stored == (leaf.spec.dtype, leaf.spec.shape, leaf.chunk, leaf.packed, codec)

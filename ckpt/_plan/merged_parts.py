@@ -37,6 +37,41 @@ class MergedTree(Struct, frozen=True):
     names: list[str]
     sources: list[tuple[int, int]]
 
+    def planned(
+        self, parts: Sequence[PlannedTree], reports: Sequence[ItemReport]
+    ) -> tuple[PlannedTree, list[ItemReport]]:
+        """Return the whole tree with its plan, and the reports on it.
+
+        Args:
+            parts: The parts, by number.
+            reports: The report on each part, with leaf numbers of the part.
+        """
+        firsts: dict[tuple[int, int], int] = {}
+        leaves: list[LeafPlan] = []
+        values = []
+        for name, (part, number) in zip(self.names, self.sources, strict=True):
+            leaf = parts[part].leaves[number]
+            # Keys of ordered dicts stay where they came first. So the first of several leaves that
+            # are one array may be another than in the part.
+            array = (part, number if leaf.spec.same_as is None else leaf.spec.same_as)
+            first = firsts.setdefault(array, len(leaves))
+            same_as = None if first == len(leaves) else first
+            # A key that is not a string is marked if a string key has the same text.
+            if leaf.name != name or leaf.spec.same_as != same_as:
+                leaf = replace(leaf, name=name, spec=replace(leaf.spec, same_as=same_as))
+            leaves.append(leaf)
+            values.append(parts[part].values[number])
+        numbers = [np.zeros(len(part.leaves), np.uint32) for part in parts]
+        for (part, number), first in firsts.items():
+            numbers[part][number] = first
+        moved = []
+        for table, report in zip(numbers, reports, strict=True):
+            rows = report.rows.copy()
+            rows["leaf"] = table[rows["leaf"]]
+            notes = {name: _renumbered(each, table) for name, each in report.notes.items()}
+            moved.append(replace(report, rows=rows, notes=notes))
+        return PlannedTree(self.nodes, leaves, values), moved
+
 
 class _Leaf(Struct, frozen=True):
     part: int
@@ -199,40 +234,3 @@ def _renumbered(notes: ChunkNotes, table: Array) -> ChunkNotes:
     others = notes.others.copy()
     others["leaf"] = table[others["leaf"]]
     return replace(notes, others=others)
-
-
-def merge_parts(
-    merged: MergedTree, parts: Sequence[PlannedTree], reports: Sequence[ItemReport]
-) -> tuple[PlannedTree, list[ItemReport]]:
-    """Return the whole tree with its plan, and the reports on it.
-
-    Args:
-        merged: The structure.
-        parts: The parts, by number.
-        reports: The report on each part, with leaf numbers of the part.
-    """
-    firsts: dict[tuple[int, int], int] = {}
-    leaves: list[LeafPlan] = []
-    values = []
-    for name, (part, number) in zip(merged.names, merged.sources, strict=True):
-        leaf = parts[part].leaves[number]
-        # Keys of ordered dicts stay where they came first. So the first of several leaves that are
-        # one array may be another than in the part.
-        array = (part, number if leaf.spec.same_as is None else leaf.spec.same_as)
-        first = firsts.setdefault(array, len(leaves))
-        same_as = None if first == len(leaves) else first
-        # A key that is not a string is marked if a string key has the same text.
-        if leaf.name != name or leaf.spec.same_as != same_as:
-            leaf = replace(leaf, name=name, spec=replace(leaf.spec, same_as=same_as))
-        leaves.append(leaf)
-        values.append(parts[part].values[number])
-    numbers = [np.zeros(len(part.leaves), np.uint32) for part in parts]
-    for (part, number), first in firsts.items():
-        numbers[part][number] = first
-    moved = []
-    for table, report in zip(numbers, reports, strict=True):
-        rows = report.rows.copy()
-        rows["leaf"] = table[rows["leaf"]]
-        notes = {name: _renumbered(each, table) for name, each in report.notes.items()}
-        moved.append(replace(report, rows=rows, notes=notes))
-    return PlannedTree(merged.nodes, leaves, values), moved

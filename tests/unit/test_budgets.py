@@ -36,11 +36,11 @@ LINES = {
     "_api/hints": 84,
     "_calls": 769,
     "_conversion": 1953,
-    "_engine": 4965,
+    "_engine": 4924,
     "_format": 1669,
     "_inspection": 3276,
     "_interop": 3032,
-    "_plan": 2805,
+    "_plan": 2842,
     "_runtime": 646,
     "_runtime/jax_internals": 47,
     "_steps": 4736,
@@ -68,7 +68,7 @@ RUN = {
     "restore": {"functions": 379, "modules": 72, "imported": 129},
 }
 # Names of `ckpt._plan` that the modules of `ckpt._engine` import; attributes of modules count.
-FROM_PLAN = 48
+FROM_PLAN = 45
 KEYWORDS_OF_MANAGER = 15
 
 _NO_CODE = {

@@ -40,7 +40,7 @@ from ckpt._engine.save.save_request import SaveCall
 from ckpt._engine.save.session import ENCODERS, LANES, STAGERS, SaveSession, reuse_files
 from ckpt._events import timed
 from ckpt._format.manifest_head import FileEntry, digest
-from ckpt._plan.base_chunks import MOST_SMALL, BaseChunks
+from ckpt._plan.base_chunks import BaseChunks
 from ckpt._plan.chunking import LeafPlan
 from ckpt._plan.item_reports import ChunkNotes, ItemReport
 from ckpt._plan.write_batches import FileSpan, WriteBatch
@@ -127,9 +127,6 @@ class ItemWrite:
         self._unplaced = len(encoded | expected)
         # Checks left of batches expected to be unchanged; the first success allows all of them.
         self._looks_left = _LOOKS if known is not None and known.is_first else len(batches)
-        self._small_left = MOST_SMALL
-        if known is not None and plan.kept is not None:
-            self._small_left -= known.small_files(plan.kept)
         self._undigested = len(batches)
         self._placed, self._digested, self._durable = (anyio.Event() for _ in range(3))
         if not batches:
@@ -302,7 +299,7 @@ class ItemWrite:
             leaves,
             staged,
             known.chunks,
-            self._small_left,
+            list(self._kept),
             self._extensions,
         )
         session.recorder.report("digest", began_ns, ended_ns, batch.nbytes, batch=number)
@@ -315,7 +312,6 @@ class ItemWrite:
                 _take_out, batch, contents, kept, staged, self._extensions
             )
             self._kept.append(taken)
-            self._small_left -= known.small_files(taken)
         if self._batches[number] is None or not batch.encoded:
             self._count_placed()
         return contents
@@ -465,12 +461,12 @@ def _same_chunks(
     plans: Sequence[LeafPlan],
     staged: Array,
     chunks: BaseChunks,
-    most_small: int,
+    kept: Sequence[ItemReport],
     extensions: Mapping[str, NotesOfItem],
 ) -> tuple[BatchContents, ItemReport]:
     """Return the contents of a batch, and the earlier chunks that can replace its own."""
     contents = batch_contents(batch, plans, staged, extensions)
-    return contents, chunks.of_digests(batch, contents.digests, most_small)
+    return contents, chunks.of_digests(batch, contents.digests, kept)
 
 
 def _joined_records(

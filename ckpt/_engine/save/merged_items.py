@@ -86,14 +86,11 @@ class ItemParts(Struct):
             sidecars: The files for other readers.
             created_ns: Start of the save, in Unix nanoseconds.
         """
-        from ckpt._plan.merged_parts import merge_parts
-
         assert self.entry is not None
         if not self.structure.count:
             return self.entry, {}
         parts = [self.written[number] for number in range(self.structure.count)]
-        tree, reports = merge_parts(
-            self.structure.merged(),
+        tree, reports = self.structure.merged().planned(
             [part.tree for part in parts],
             [part.report for part in parts if part.report is not None],
         )

@@ -24,7 +24,7 @@ from ckpt._interop.orbax.database_index import KeyValue
 from ckpt._interop.orbax.sidecars import database_keys
 from ckpt._plan.item_reports import ChunkTable, ItemReport, PlannedTree
 from ckpt._plan.leaf_entries import check_leaves
-from ckpt._plan.merged_parts import TreeParts, merge_parts
+from ckpt._plan.merged_parts import TreeParts
 from ckpt._plan.save_plan import WHOLE
 from ckpt._tree.structure import describe
 from ckpt.testing.strategies import keys, python_scalars
@@ -131,7 +131,7 @@ def check_merging(parts: list[dict[Any, Any]], budget: int) -> None:
     for number, part in enumerate(parts):
         assert work.add(describe(part).nodes) == number
     union = work.merged()
-    found, ours = entry_of(*merge_parts(union, *zip(*written, strict=True)))
+    found, ours = entry_of(*union.planned(*zip(*written, strict=True)))
     check_leaves(found)
 
     def placeless(entry: ItemEntry) -> ItemEntry:
