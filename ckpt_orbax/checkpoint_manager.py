@@ -107,7 +107,8 @@ class CheckpointManager:
         self._preservation_policy = preservation_policy_of(options)
         # Steps that the policy has given up; they are deleted once the save at hand is committed.
         self._given_up: set[int] = set()
-        self._pending: tuple[int, ckpt.Commit] | None = None
+        # The save under way: its step, its commit, and what to go back to if it fails.
+        self._pending: tuple[int, ckpt.Commit, list[Step], set[int]] | None = None
         self._names = _names_of(options)
         self._manager = _opened(self._directory, options, metadata, self._names, self._given_up)
         self._infos = self._listed()
@@ -138,7 +139,12 @@ class CheckpointManager:
         """
         pending, self._pending = self._pending, None
         if pending is not None and pending[1].cancel():
-            self._infos = [info for info in self._infos if info.step != pending[0]]
+            self._go_back(pending[2], pending[3])
+
+    def _go_back(self, infos: list[Step], given_up: set[int]) -> None:
+        """Know the steps again that were known before a save."""
+        self._infos = infos
+        self._given_up.intersection_update(given_up)
 
     def all_steps(self, read: bool = False) -> Sequence[int]:
         """Return the steps, ascending, with the one that is being saved.
@@ -307,14 +313,11 @@ class CheckpointManager:
             given["state"] = saved[DEFAULT_ITEM_NAME]
         else:
             given["items"] = saved
-        if (
-            metrics is not None
-            and self._options.best_fn
-            and not self._options.prevent_write_metrics
-        ):
+        options = self._options
+        if metrics is not None and options.best_fn and not options.prevent_write_metrics:
             given["metrics"] = metrics
         self._start(Step(step, _now(), metrics), given)
-        is_async = self._options.enable_async_checkpointing
+        is_async = options.enable_async_checkpointing
         if not is_async:
             self.wait_until_finished()
         self._log("save", step, began, synchronous=not is_async)
@@ -333,19 +336,21 @@ class CheckpointManager:
         if asked is not None:
             given["timeout"] = float(asked.timeout_secs)
         # Before the save, which deletes steps once it is committed.
-        before = set(self._given_up)
+        infos, before = self._infos, set(self._given_up)
         self._given_up.discard(info.step)
-        others = [each for each in self._infos if each.step != info.step]
+        others = [each for each in infos if each.step != info.step]
         kept, given_up = self._preserved(sorted([*others, info], key=lambda each: each.step))
         self._given_up |= given_up
         try:
             save: Any = self._manager.save
-            commit: ckpt.Commit = save(info.step, force=True, if_exists=if_exists, **given)
+            # A step that was given up may still be there.
+            how = "replace" if info.step in before else if_exists
+            commit: ckpt.Commit = save(info.step, force=True, if_exists=how, **given)
         except BaseException:
-            self._given_up.intersection_update(before)
+            self._go_back(infos, before)
             raise
         self._infos = kept
-        self._pending = info.step, commit
+        self._pending = info.step, commit, infos, before
         callback = None if asked is None else asked.post_finalization_callback
         if callback is not None:
             commit.add_done_callback(lambda done: callback() if done.exception() is None else None)
@@ -483,11 +488,11 @@ class CheckpointManager:
         pending = self._pending
         if pending is None:
             return
-        step, commit = pending
+        step, commit, infos, before = pending
         try:
             commit.result()
-        except BaseException:
-            self._infos = [info for info in self._infos if info.step != step]
+        except ckpt.errors.CheckpointError:
+            self._go_back(infos, before)
             raise
         finally:
             if commit.done() and self._pending is pending:

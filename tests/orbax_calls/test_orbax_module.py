@@ -13,6 +13,7 @@ import pytest
 
 import ckpt
 import ckpt_orbax as ocp
+from tests.orbax_calls.runs import small_files
 from tests.support.paths import ROOT
 
 MODULES = sorted((ROOT / "ckpt_orbax").rglob("*.py"))
@@ -133,6 +134,25 @@ def test_a_save_that_has_failed_is_heard_and_not_listed(tmp_path: Path) -> None:
         assert mngr.all_steps() == [1]
         assert mngr.save(2, args=ocp.args.StandardSave({"w": jnp.ones(3)}))
         assert mngr.all_steps() == [1, 2]
+
+
+def test_a_save_that_has_failed_gives_no_step_up(tmp_path: Path) -> None:
+    options = ocp.CheckpointManagerOptions(max_to_keep=1)
+    # Each of another value: equal arrays would share a file.
+    one, two, three = (ocp.args.StandardSave({"w": jnp.full((512, 512), n)}) for n in (1, 2, 3))
+    with ocp.CheckpointManager(tmp_path, options=options) as mngr:
+        mngr.save(1, args=one)
+        mngr.wait_until_finished()
+        with small_files():
+            mngr.save(2, args=two)
+            assert mngr.all_steps() == [2]
+            with pytest.raises(ckpt.errors.StorageError):
+                mngr.wait_until_finished()
+        assert mngr.all_steps() == [1]
+        mngr.save(3, args=three)
+        mngr.wait_until_finished()
+        assert mngr.all_steps() == [3]
+    assert sorted(each.name for each in tmp_path.iterdir() if each.name.isdigit()) == ["3"]
 
 
 def test_all_names_are_there() -> None:
