@@ -68,9 +68,9 @@ def test_a_policy_is_told_what_there_is(tmp_path: Path) -> None:
             mgr.wait_until_finished()
     steps = [step for step, _, _ in told]
     assert steps == [0, 1, 2, 3]
-    # There is no array that could have a value that is not finite.
-    zero = ckpt.keep.SavedStep(0, 1010.0, {"loss": 0.0}, nonfinite_leaves=0)
-    two = ckpt.keep.SavedStep(2, 1030.0, {"loss": 1.0}, nonfinite_leaves=0)
+    # They were saved without vital signs.
+    zero = ckpt.keep.SavedStep(0, 1010.0, {"loss": 0.0})
+    two = ckpt.keep.SavedStep(2, 1030.0, {"loss": 1.0})
     assert [previous for _, previous, _ in told] == [[], [zero], [zero], [zero, two]]
     contexts = [context for _, _, context in told]
     assert [context.now for context in contexts] == [1010.0, 1020.0, 1030.0, 1040.0]
