@@ -98,18 +98,18 @@ class NamedNotes:
             async with limiter:
                 try:
                     manifest = await read_manifest(self._storage, each.step_dir)
-                except StorageError:
-                    unread.add(each.step)
-                    return
-                except CheckpointError:
-                    return
-                if manifest.attempt == each.attempt:
                     known = each.notes
                     if known:
                         # Imported here: this needs numpy, and lists of steps do without it.
                         from ckpt.extensions import notes_of_step
 
                         known = await run_in_thread(notes_of_step, manifest)
+                except StorageError:
+                    unread.add(each.step)
+                    return
+                except CheckpointError:
+                    return
+                if manifest.attempt == each.attempt:
                     metadata = manifest.metadata if self._with_metadata else None
                     found_now[each.attempt, each.notes] = same.setdefault(known, known), metadata
 

@@ -78,5 +78,5 @@ def warn_of_dropped(names: Collection[str]) -> None:
         logger.warning(
             "what the extension %s has noted of the step is not in the new one, whose leaves are "
             "written anew or are not the same",
-            " and ".join(map(repr, sorted(names))),
+            " and ".join(f"{name!r:.60}" for name in sorted(names)[:3]),
         )

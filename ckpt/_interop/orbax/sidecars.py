@@ -137,16 +137,15 @@ class OrbaxTreeFiles(Struct, eq=False):
         item: Name of the item.
         tree: The tree.
         view: The files that describe the tree, once they are made.
-        index: The index of the database; None until it is made, and if there are no arrays.
-        places: The places in the index, by writer: the number of its files, and its rows.
+        indexed: The places in the index of the database, by writer (the number of its files, and
+            its rows), and the index, which is None if there are no arrays; None until it is made.
     """
 
     sidecars: OrbaxSidecars
     item: str
     tree: PlannedTree
     view: Files | None = None
-    index: DatabaseIndex | None = None
-    places: Sequence[tuple[int, Any]] = ()
+    indexed: tuple[Sequence[tuple[int, Any]], DatabaseIndex | None] | None = None
 
     def of_structure(self) -> Files:
         """Return the files that describe the tree."""
@@ -173,17 +172,19 @@ class OrbaxTreeFiles(Struct, eq=False):
         so an index is made once for all saves with the same places.
         """
         places = [(len(report.files), report.rows) for report in reports]
-        if not _are_same(places, self.places):
+        known = self.indexed
+        if known is None or not _are_same(places, known[0]):
             from ckpt._plan.item_reports import ChunkTable
 
             leaves = self.tree.leaves
             entries = list(database_keys(leaves, ChunkTable.merged(leaves, reports)))
-            self.index, self.places = DatabaseIndex(entries) if entries else None, places
-        if self.index is None:
+            # One value, since another save may be here at the same time.
+            known = self.indexed = places, DatabaseIndex(entries) if entries else None
+        if known[1] is None:
             return {}
         tree_file = f"d/{uuid.uuid4().hex}"
         data_files = [path for report in reports for path in report.files]
-        made = self.index.encode(data_files, tree_file, uuid.uuid4().bytes, created_ns)
+        made = known[1].encode(data_files, tree_file, uuid.uuid4().bytes, created_ns)
         return {tree_file: made.tree, "manifest.ocdbt": made.manifest}
 
 

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 import ckpt
 from ckpt._plan.compared_leaves import how_items_differ
-from ckpt.manifest import Manifest, decode, encode, peek
+from ckpt.manifest import FILE_NAME, Manifest, decode, encode, peek
 from ckpt.tiers import Tier
 from tests.support.command import ckpt_command
 from tests.support.joined_steps import join
@@ -179,3 +179,25 @@ def test_columns_need_not_be_an_object(root: Path) -> None:
         assert msgspec.json.decode(data)["items"]["opt"]["leaves"]["extensions"] == {
             "later": msgspec.json.decode(found)
         }
+
+
+def test_damaged_notes_of_a_step_stop_no_retention(tmp_path: Path) -> None:
+    """A step whose vital signs cannot be read counts as its head says."""
+    with ckpt.sync.CheckpointManager(tmp_path, extensions=[ckpt.extensions.VitalSigns()]) as mgr:
+        for step in (1, 2, 3):
+            mgr.save(step, {"w": np.ones(4)})
+    path = tmp_path / "1" / FILE_NAME
+    manifest = decode(path.read_bytes(), where=str(path))
+    damaged = {"vital_signs": Raw(b'{"norms": "AAAA"}')}
+    items = {
+        name: replace(item, leaves=item.leaves.replaced(extensions=damaged))
+        for name, item in manifest.items.items()
+    }
+    counts = {"vital_signs": {"nonfinite_leaves": 1, "unequal_leaves": 0}}
+    path.write_bytes(encode(replace(manifest, items=items, extensions=counts)))
+    with ckpt.sync.CheckpointManager(tmp_path, keep=1) as mgr:
+        assert mgr.latest_step(healthy=True) == 3
+        mgr.save(4, {"w": np.ones(4)})
+        mgr.wait_until_finished()
+        assert mgr.all_steps() in ([4], [3, 4])
+        assert not mgr.verify(4).problems
