@@ -66,10 +66,14 @@ def install() -> None:
     )
     module.is_ckpt_orbax = True
     sys.modules[_NAME] = orbax.checkpoint = module  # type: ignore[attr-defined]
-    sys.modules[f"{_NAME}.experimental"] = experimental = ModuleType(f"{_NAME}.experimental")
+    experimental: Any = ModuleType(f"{_NAME}.experimental")
+    sys.modules[f"{_NAME}.experimental"] = experimental
     experimental.__path__ = []
+    module.experimental = experimental
     for name, ours in (dict(zip(_SAME, _SAME, strict=True)) | _OTHERS).items():
-        sys.modules[f"{_NAME}.{name}"] = importlib.import_module(f"ckpt_orbax.{ours}")
+        found = sys.modules[f"{_NAME}.{name}"] = importlib.import_module(f"ckpt_orbax.{ours}")
+        if name == "experimental.v1":
+            experimental.v1 = found
     sys.meta_path.insert(0, _Unknown())
 
 

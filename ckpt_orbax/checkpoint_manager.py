@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 import logging
 import os
-import re
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,11 +17,12 @@ from typing import Any, Self
 
 import ckpt
 import ckpt.sync
-from ckpt_orbax import _items
+from ckpt_orbax import _items, multihost
 from ckpt_orbax import args as args_lib
 from ckpt_orbax.handlers import CheckpointHandlerRegistry, ItemHandlers
 from ckpt_orbax.metadata import RootMetadata, StepMetadata, nested_metrics, step_metadata
 from ckpt_orbax.options import CheckpointManagerOptions
+from ckpt_orbax.path.step import names_of_format, standard_name_format
 from ckpt_orbax.policies import (
     DecisionContext,
     PreservationContext,
@@ -105,11 +107,14 @@ class CheckpointManager:
         self._directory = os.fspath(directory)
         self._save_policy = save_policy_of(options)
         self._preservation_policy = preservation_policy_of(options)
-        # Steps that the policy has given up; they are deleted once the save at hand is committed.
+        # Steps that the policy has given up, since the save after which they are not kept is
+        # committed. The engine's thread asks for them when it deletes steps.
         self._given_up: set[int] = set()
-        # The save under way: its step, its commit, and what to go back to if it fails.
-        self._pending: tuple[int, ckpt.Commit, list[Step], set[int]] | None = None
-        self._names = _names_of(options)
+        # The save under way: its step, its commit, and the steps to go back to if it fails.
+        self._pending: tuple[int, ckpt.Commit, list[Step]] | None = None
+        digits = options.step_format_fixed_length
+        names = options.step_name_format or standard_name_format(options.step_prefix, digits)
+        self._names = names_of_format(names)
         self._manager = _opened(self._directory, options, metadata, self._names, self._given_up)
         self._infos = self._listed()
 
@@ -137,14 +142,8 @@ class CheckpointManager:
             mngr.cancel()
             ```
         """
-        pending, self._pending = self._pending, None
-        if pending is not None and pending[1].cancel():
-            self._go_back(pending[2], pending[3])
-
-    def _go_back(self, infos: list[Step], given_up: set[int]) -> None:
-        """Know the steps again that were known before a save."""
-        self._infos = infos
-        self._given_up.intersection_update(given_up)
+        if self._pending is not None and self._pending[1].cancel():
+            self._infos, self._pending = self._pending[2], None
 
     def all_steps(self, read: bool = False) -> Sequence[int]:
         """Return the steps, ascending, with the one that is being saved.
@@ -231,7 +230,9 @@ class CheckpointManager:
             multiprocessing_options=self._options.multiprocessing_options,
         )
         now = Step(step, _now())
-        return bool(self._save_policy.should_save(now, self._infos, context=context))
+        answer = bool(self._save_policy.should_save(now, self._infos, context=context))
+        # Processes of a job have clocks of their own: the first one decides for all.
+        return bool(multihost.broadcast_one_to_all(answer))
 
     def delete(self, step: int) -> None:
         """Delete a step.
@@ -249,8 +250,7 @@ class CheckpointManager:
             return
         if step not in self.all_steps():
             raise FileNotFoundError(f"{self._directory} has no step {step} to delete")
-        if self._pending is not None and self._pending[0] == step:
-            self.wait_until_finished()
+        self.wait_until_finished()
         self._manager.delete(step)
         self._infos = [info for info in self._infos if info.step != step]
 
@@ -335,26 +335,28 @@ class CheckpointManager:
         asked = self._options.async_options
         if asked is not None:
             given["timeout"] = float(asked.timeout_secs)
-        # Before the save, which deletes steps once it is committed.
-        infos, before = self._infos, set(self._given_up)
-        self._given_up.discard(info.step)
+        infos = self._infos
         others = [each for each in infos if each.step != info.step]
-        kept, given_up = self._preserved(sorted([*others, info], key=lambda each: each.step))
-        self._given_up |= given_up
-        try:
-            save: Any = self._manager.save
-            # A step that was given up may still be there.
-            how = "replace" if info.step in before else if_exists
-            commit: ckpt.Commit = save(info.step, force=True, if_exists=how, **given)
-        except BaseException:
-            self._go_back(infos, before)
-            raise
+        # The policy sees the new step last, also where the run has gone back.
+        kept, given_up = self._preserved([*others, info])
+        # A step that was given up may still be there.
+        how = "replace" if info.step in self._given_up else if_exists
+        save: Any = self._manager.save
+        commit: ckpt.Commit = save(info.step, force=True, if_exists=how, **given)
+        commit.add_done_callback(partial(self._committed, info.step, given_up))
         self._infos = kept
-        self._pending = info.step, commit, infos, before
-        callback = None if asked is None else asked.post_finalization_callback
-        if callback is not None:
-            commit.add_done_callback(lambda done: callback() if done.exception() is None else None)
+        self._pending = info.step, commit, infos
         return commit
+
+    def _committed(self, step: int, given_up: set[int], commit: ckpt.Commit) -> None:
+        """Give steps up once a save is committed, before its manager deletes any."""
+        if commit.exception() is None:
+            self._given_up.discard(step)
+            self._given_up |= given_up
+            asked = self._options.async_options
+            if asked is not None and asked.post_finalization_callback is not None:
+                # On a thread of its own, since it may call this manager.
+                threading.Thread(target=asked.post_finalization_callback).start()
 
     def restore(
         self,
@@ -488,21 +490,21 @@ class CheckpointManager:
         pending = self._pending
         if pending is None:
             return
-        step, commit, infos, before = pending
+        step, commit, infos = pending
         try:
             commit.result()
-        except ckpt.errors.CheckpointError:
-            self._go_back(infos, before)
+        except Exception:
+            self._infos = infos
             raise
         finally:
             if commit.done() and self._pending is pending:
                 self._pending = None
         if self._given_up:
             self._manager.wait_until_finished()
-            if step in self._given_up:
-                # A manager of `ckpt` never deletes the step that it has just saved.
+        if step in self._given_up:
+            # A manager of `ckpt` never deletes the step that it has just saved, nor a pinned one.
+            with contextlib.suppress(ckpt.errors.StepPinnedError):
                 self._manager.delete(step)
-            self._given_up.intersection_update(self._manager.all_steps())
 
     def is_saving_in_progress(self) -> bool:
         """Return True while a save is under way.
@@ -598,31 +600,6 @@ class CheckpointManager:
             times = {f"{name}_start_time": began, f"{name}_duration_secs": time.time() - began}
             entry = {"event_type": what, "step": step, "directory": self._directory}
             self._logger.log_entry(entry | times | more)
-
-
-class _StepNames:
-    """The names of a `step_name_format` of Orbax's kind."""
-
-    def __init__(self, names: Any) -> None:
-        self._names = names
-
-    def name(self, step: int) -> str:
-        return str(self._names.build_name(step))
-
-    def step(self, name: str) -> int | None:
-        digits = re.search(r"\d+$", name)
-        if digits is None:
-            return None
-        step = int(digits[0])
-        return step if self.name(step) == name else None
-
-
-def _names_of(options: CheckpointManagerOptions) -> Any:
-    if options.step_name_format is not None:
-        return _StepNames(options.step_name_format)
-    return ckpt.step_names.Standard(
-        options.step_prefix or "", options.step_format_fixed_length or 0
-    )
 
 
 def _opened(

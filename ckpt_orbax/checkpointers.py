@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
@@ -47,7 +48,7 @@ class Checkpointer:
         """
         self._handler = handler
         self._handlers = ItemHandlers.of(handler)
-        self._pending: tuple[ckpt.Commit, Callable[[], None] | None] | None = None
+        self._pending: ckpt.Commit | None = None
         self._callback: Callable[[], None] | None = None
         self._timeout: float | None = None
 
@@ -110,8 +111,11 @@ class Checkpointer:
                 timeout=self._timeout,
             )
         except ckpt.errors.StepExistsError as error:
-            raise ValueError(f"{os.fspath(directory)} exists: pass force=True, {error}") from error
-        self._pending = commit, self._callback
+            hint = "" if force else ". Pass force=True to replace it"
+            raise ValueError(f"{error.message}{hint}") from error
+        self._pending = commit
+        if self._callback is not None:
+            commit.add_done_callback(partial(_call_after, self._callback))
         if not self._is_async:
             self.wait_until_finished()
 
@@ -182,10 +186,7 @@ class Checkpointer:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            commit, callback = pending
-            commit.result()
-            if callback is not None:
-                callback()
+            pending.result()
 
     def check_for_errors(self) -> None:
         """Raise the error of a save that has failed.
@@ -195,7 +196,7 @@ class Checkpointer:
             ckptr.check_for_errors()
             ```
         """
-        if self._pending is not None and self._pending[0].done():
+        if self._pending is not None and self._pending.done():
             self.wait_until_finished()
 
     def close(self) -> None:
@@ -217,6 +218,12 @@ class Checkpointer:
                 )
             return given
         return self._handlers.args_classes(None)[which](*args, **kwargs)
+
+
+def _call_after(callback: Callable[[], None], commit: ckpt.Commit) -> None:
+    """Call a function of the user after a save, on a thread of its own."""
+    if commit.exception() is None:
+        threading.Thread(target=callback).start()
 
 
 class AsyncCheckpointer(Checkpointer):

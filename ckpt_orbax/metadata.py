@@ -116,13 +116,23 @@ def step_metadata(found: ckpt.StepMetadata, *, is_single: bool) -> StepMetadata:
     )
 
 
+class _Metrics(dict[str, Any]):
+    """Metrics in groups, which are also found by their whole names."""
+
+    def __missing__(self, name: str) -> Any:
+        group, slash, rest = name.partition("/")
+        if not slash or group not in self:
+            raise KeyError(name)
+        return self[group][rest]
+
+
 def nested_metrics(metrics: Mapping[str, float]) -> dict[str, Any]:
     """Return metrics in groups, where their names have slashes."""
-    found: dict[str, Any] = {}
+    found = _Metrics()
     for name, value in metrics.items():
         *groups, last = name.split("/")
-        place = found
+        place: dict[str, Any] = found
         for group in groups:
-            place = place.setdefault(group, {})
+            place = place.setdefault(group, _Metrics())
         place[last] = value
     return found

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
 __all__ = [
+    "broadcast_one_to_all",
     "is_jax_distributed_client_initialized",
     "is_primary_host",
     "process_count",
@@ -60,6 +62,19 @@ def is_primary_host(primary_host: int | None = 0) -> bool:
     return primary_host is None or bool(jax.process_index() == primary_host)
 
 
+def broadcast_one_to_all(value: Any) -> Any:
+    """Return a value of process 0 in every process.
+
+    Example:
+        ```python
+        seed = ocp.multihost.broadcast_one_to_all(7)
+        ```
+    """
+    if jax.process_count() == 1:
+        return value
+    return multihost_utils.broadcast_one_to_all(value)
+
+
 def sync_global_processes(name: str, *_: Any, **__: Any) -> None:
     """Wait until all processes are here.
 
@@ -69,6 +84,4 @@ def sync_global_processes(name: str, *_: Any, **__: Any) -> None:
         ```
     """
     if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
         multihost_utils.sync_global_devices(name)

@@ -46,7 +46,7 @@ class MultiprocessingOptions:
 
     Attributes:
         primary_host: 0, or None if every process saves to a disk of its own.
-        active_processes: Refused, unless it is all processes.
+        active_processes: Refused.
         barrier_sync_key_prefix: Without effect.
     """
 
@@ -57,7 +57,7 @@ class MultiprocessingOptions:
 
 @dataclasses.dataclass
 class CheckpointManagerOptions:
-    """Options of a `CheckpointManager`. Those that have no effect here are accepted, and said once.
+    """Options of a `CheckpointManager`. Those that have no effect here are accepted.
 
     Attributes:
         save_interval_steps: Save steps that are multiples of this number.

@@ -67,6 +67,28 @@ class StandardNameFormat:
         raise ValueError(f"{os.fspath(base_path)} has no step {step}")
 
 
+class _OtherNames:
+    """The names of an object with `build_name`, as `ckpt` asks for them."""
+
+    def __init__(self, names: Any) -> None:
+        self._names = names
+
+    def name(self, step: int) -> str:
+        return str(self._names.build_name(step))
+
+    def step(self, name: str) -> int | None:
+        numbers = map(int, re.findall(r"\d+", name))
+        return next((number for number in numbers if self.name(number) == name), None)
+
+
+def names_of_format(given: Any) -> Any:
+    """Return the names of a format, as `ckpt` asks for them."""
+    if not isinstance(given, StandardNameFormat):
+        return _OtherNames(given)
+    first, *others = given._names
+    return ckpt.step_names.Composite(first, *others) if others else first
+
+
 def standard_name_format(
     step_prefix: str | None = None, step_format_fixed_length: int | None = None, **_: Any
 ) -> StandardNameFormat:

@@ -10,7 +10,6 @@ from ckpt_orbax.v1.context import Context
 from ckpt_orbax.v1.handlers import CheckpointableHandler, StatefulCheckpointable
 from ckpt_orbax.v1.saving import (
     checkpointables_metadata,
-    delete,
     deprecated,
     load,
     load_checkpointables,
@@ -34,7 +33,6 @@ __all__ = [
     "Context",
     "StatefulCheckpointable",
     "checkpointables_metadata",
-    "delete",
     "errors",
     "handlers",
     "is_orbax_checkpoint",

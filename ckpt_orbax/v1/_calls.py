@@ -32,9 +32,11 @@ class AsyncResponse:
         ```
     """
 
-    def __init__(self, commit: ckpt.Commit, answer: Any = None) -> None:
-        """Take the commit of a save, and the answer if it succeeds."""
-        self._commit, self._answer = commit, answer
+    def __init__(
+        self, commit: ckpt.Commit, answer: Any = None, settle: Callable[[], None] | None = None
+    ) -> None:
+        """Take the commit of a save, the answer if it succeeds, and what to call if it fails."""
+        self._commit, self._answer, self._settle = commit, answer, settle
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait, and return the answer.
@@ -48,7 +50,12 @@ class AsyncResponse:
             response.result()
             ```
         """
-        self._commit.result(timeout)
+        try:
+            self._commit.result(timeout)
+        except ckpt.errors.CheckpointError:
+            if self._commit.done() and self._settle is not None:
+                self._settle()
+            raise
         return self._answer
 
     def on_complete(self, callback: Callable[[Any], None]) -> None:

@@ -10,19 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
-from ckpt_orbax.options import AsyncOptions, FileOptions, MultiprocessingOptions
+from ckpt_orbax.options import AsyncOptions as AsyncOptions
+from ckpt_orbax.options import FileOptions as FileOptions
+from ckpt_orbax.options import MultiprocessingOptions as MultiprocessingOptions
 from ckpt_orbax.v1.handlers import CheckpointableHandlerRegistry, local_registry
-
-__all__ = [
-    "ArrayOptions",
-    "AsyncOptions",
-    "CheckpointablesOptions",
-    "Context",
-    "DeletionOptions",
-    "FileOptions",
-    "MultiprocessingOptions",
-    "PyTreeOptions",
-]
 
 _LOG: logging.Logger = logging.getLogger("ckpt")
 # Settings that have been said to have no effect.

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ckpt
 import ckpt.sync
 from ckpt_orbax import _items
-from ckpt_orbax.utils import is_checkpoint_finalized
 from ckpt_orbax.v1 import _calls
 from ckpt_orbax.v1._calls import STATE, AsyncResponse, CheckpointMetadata
 from ckpt_orbax.v1.context import current
@@ -194,29 +191,6 @@ def checkpointables_metadata(path: PathLike) -> CheckpointMetadata:
         ```
     """
     return _calls.described(_stored(path), None, current())
-
-
-def delete(path: PathLike, *, missing_ok: bool = False) -> bool:
-    """Delete a checkpoint on a disk; return True if there was one.
-
-    Raises:
-        FileNotFoundError: There is none, and `missing_ok` is False.
-        ValueError: The path is no checkpoint; nothing is deleted.
-
-    Example:
-        ```python
-        v1.delete(path)
-        ```
-    """
-    place = Path(path)
-    if not place.exists():
-        if missing_ok:
-            return False
-        raise FileNotFoundError(f"{place} does not exist")
-    if not is_checkpoint_finalized(place):
-        raise ValueError(f"{place} is no checkpoint: nothing was deleted")
-    shutil.rmtree(place)
-    return True
 
 
 def deprecated(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,8 +43,6 @@ def v1_functions_and_paths(ocp: Any, root: Path) -> Iterator[Any]:
     v1.save(root / "a", state(3), overwrite=True)
     yield v1.load(root / "a")["w"]
     yield tried(lambda: v1.load(root / "b"))
-    yield v1.delete(root / "a"), (root / "a").exists()
-    yield tried(lambda: v1.delete(root / "a")), v1.delete(root / "a", missing_ok=True)
 
 
 @contract

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from tests.orbax_calls.contracts import contract, differs, tried
 from tests.orbax_calls.managers import composite, saved, state
+from tests.support.conditions import until
 
 # --- Lists ----------------------------------------------------------------------------------------
 
@@ -261,6 +262,7 @@ def a_callback_after_the_commit(ocp: Any, root: Path) -> Iterator[Any]:
     with ocp.CheckpointManager(root, options=options) as mngr:
         mngr.save(1, args=ocp.args.StandardSave(state()))
         mngr.wait_until_finished()
+    until(lambda: called)
     yield called
 
 
@@ -373,3 +375,40 @@ def small_files() -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
+
+
+# --- Runs that go back, names and metrics with marks in them --------------------------------------
+
+
+@contract
+def a_run_that_goes_back(ocp: Any, root: Path) -> Iterator[Any]:
+    with saved(ocp, root, 10, 20, max_to_keep=2) as mngr:
+        yield mngr.save(5, args=ocp.args.StandardSave(state(5)), force=True)
+        mngr.wait_until_finished()
+        yield mngr.all_steps(), mngr.latest_step()
+        yield mngr.save(6, args=ocp.args.StandardSave(state(6)))
+        mngr.wait_until_finished()
+        yield mngr.all_steps()
+    yield sorted(int(each.name) for each in root.iterdir() if each.name.isdigit())
+
+
+@contract
+def metrics_with_slashes(ocp: Any, root: Path) -> Iterator[Any]:
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["val/loss"])
+    for number in range(2):
+        with ocp.CheckpointManager(root, options=options) as mngr:
+            for step in (2 * number, 2 * number + 1):
+                args = ocp.args.StandardSave(state(step))
+                mngr.save(step, args=args, metrics={"val/loss": float(step % 3)})
+            yield mngr.all_steps(), mngr.best_step()
+
+
+@contract
+def names_that_are_read_in_two_ways(ocp: Any, root: Path) -> Iterator[Any]:
+    step_lib = ocp.path.step
+    old, new = step_lib.standard_name_format(), step_lib.standard_name_format(step_prefix="ckpt")
+    saved(ocp, root, 1, step_name_format=old).close()
+    both = step_lib.composite_name_format(new, [new, old])
+    with saved(ocp, root, 2, step_name_format=both) as mngr:
+        yield mngr.all_steps(), mngr.restore(1)["w"], mngr.restore(2)["w"]
+    yield sorted(each.name for each in root.iterdir() if each.name[-1].isdigit())

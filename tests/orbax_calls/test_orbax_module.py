@@ -155,6 +155,31 @@ def test_a_save_that_has_failed_gives_no_step_up(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir() if each.name.isdigit()) == ["3"]
 
 
+def test_a_failed_save_of_the_newer_interface_is_not_listed(tmp_path: Path) -> None:
+    one, two, three = ({"w": jnp.full((512, 512), n)} for n in (1, 2, 3))
+    with ocp.v1.training.Checkpointer(tmp_path) as ckptr:
+        ckptr.save(1, one)
+        with small_files(), pytest.raises(ckpt.errors.StorageError):
+            ckptr.save(2, two)
+        assert [each.step for each in ckptr.checkpoints] == [1]
+        assert ckptr.save(3, three)
+        assert [each.step for each in ckptr.checkpoints] == [1, 3]
+
+
+def test_a_pinned_step_that_is_given_up_stays_and_stops_no_save(tmp_path: Path) -> None:
+    options = ocp.CheckpointManagerOptions(max_to_keep=1, best_fn=lambda metrics: metrics["a"])
+    with ocp.CheckpointManager(tmp_path, options=options) as mngr:
+        mngr.save(1, args=ocp.args.StandardSave({"w": jnp.ones(2)}), metrics={"a": 2.0})
+        mngr.save(2, args=ocp.args.StandardSave({"w": jnp.zeros(2)}), metrics={"a": 1.0})
+        with ckpt.sync.CheckpointManager(tmp_path) as other:
+            mngr._pending[1].result()  # type: ignore[index]
+            other.pin(2, "evaluation")
+            assert mngr.save(3, args=ocp.args.StandardSave({"w": jnp.ones(3)}), metrics={"a": 3.0})
+            assert mngr.all_steps() == [3]
+            mngr.wait_until_finished()
+            assert other.all_steps() == [2, 3]
+
+
 def test_all_names_are_there() -> None:
     for name in ocp.__all__:
         assert hasattr(ocp, name)

@@ -222,7 +222,7 @@ class Checkpointer:
         given = {"items": items, "metrics": metrics, "custom_metadata": custom_metadata}
         info = policies.PolicyCheckpointInfo(step, datetime.datetime.now(tz=datetime.UTC), metrics)
         commit = self._manager._start(info, given, "replace" if exists else "error")
-        return AsyncResponse(commit, True)
+        return AsyncResponse(commit, True, self.wait)
 
     def load(
         self,
