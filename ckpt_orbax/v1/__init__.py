@@ -1,5 +1,8 @@
 """The newer interface of Orbax: `import ckpt_orbax.v1 as ocp`."""
 
+from collections.abc import Callable
+from typing import Any
+
 from ckpt_orbax import multihost, path, tree
 from ckpt_orbax.checkpoint_utils import PLACEHOLDER
 from ckpt_orbax.utils import is_checkpoint_finalized as is_orbax_checkpoint
@@ -20,10 +23,10 @@ from ckpt_orbax.v1.saving import (
     save_checkpointables_async,
 )
 
-save_pytree = deprecated("save", save)
-save_pytree_async = deprecated("save_async", save_async)
-load_pytree = deprecated("load", load)
-pytree_metadata = deprecated("metadata", metadata)
+save_pytree: Callable[..., Any] = deprecated("save", save)
+save_pytree_async: Callable[..., Any] = deprecated("save_async", save_async)
+load_pytree: Callable[..., Any] = deprecated("load", load)
+pytree_metadata: Callable[..., Any] = deprecated("metadata", metadata)
 
 __all__ = [
     "PLACEHOLDER",

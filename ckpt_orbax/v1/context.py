@@ -133,7 +133,7 @@ class Context:
         base = context if context is not None else _current.get()
         given = {name.removesuffix("_options"): value for name, value in options.items()}
         given["asynchronous"] = given.pop("async", given.get("asynchronous"))
-        self.checkpoint_layout = given.pop("checkpoint_layout", None)
+        self.checkpoint_layout: Any = given.pop("checkpoint_layout", None)
         for name, make in _GROUPS.items():
             value = given.pop(name, None)
             if value is None:
