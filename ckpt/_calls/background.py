@@ -53,7 +53,7 @@ class BackgroundSaves:
 
     def __init__(self) -> None:
         self.loop = EngineLoop()
-        self._engine = make_engine(Staging(), (), sidecars=OrbaxSidecars())
+        self._engine = make_engine(Staging(), (), sidecars=OrbaxSidecars(one_shot=True))
         self._exit_seconds = Timeouts().exit
         # Set on the engine's loop.
         self._backlog: Backlog | None = None

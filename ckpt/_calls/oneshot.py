@@ -80,16 +80,16 @@ def save_call(
     request = replace(request, step_dir=step_dir)
     staging = as_staging(staging, "view")
     timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
-    engine = make_engine(staging, handlers, observers, formats, extensions, OrbaxSidecars())
+    sidecars = OrbaxSidecars(one_shot=True)
+    engine = make_engine(staging, handlers, observers, formats, extensions, sidecars)
     job = make_job(coordinator, timeouts, f"{storage.location}/{step_dir}", engine)
 
     async def call() -> StepInfo:
-        processes = job.one_shot(step_dir)
         # This commit is not handed out: the call itself returns or raises its outcome.
         hooks = CommitHooks(Commit(None, lambda: None))
         recorder = EventRecorder("save", None, engine.observers)
         with recorder.ending(time.perf_counter_ns()) as moved:
-            manifest = await save_one_shot(engine, storage, request, processes, hooks)
+            manifest = await save_one_shot(engine, storage, request, job.one_shot(step_dir), hooks)
             info = finished(storage, request, manifest, hooks)
             moved.append(info.nbytes)
         return info

@@ -36,8 +36,6 @@ from ckpt._tree.leaf_specs import CheckpointLeaf, LeafSpec
 from ckpt.errors import CheckpointError, CorruptCheckpointError, located
 from ckpt.extensions._readers import notes_on_step
 
-_SIDECARS = OrbaxSidecars()
-
 
 def planned_tree(entry: ItemEntry) -> PlannedTree:
     """Return the tree of an item with the plans of its leaves.
@@ -166,7 +164,8 @@ def assemble_step(
             files=entries,
             extensions=notes_on_step(items, first.extensions, joint=True),
         )
-        files |= _SIDECARS.of_step(place.step_dir, manifest)
+        sidecars = OrbaxSidecars(one_shot=first.step is None)
+        files |= sidecars.of_step(place.step_dir, manifest)
         entries |= {
             path: FileEntry(size=len(data), digest=digest(data)) for path, data in files.items()
         }
@@ -204,13 +203,13 @@ def _assemble_items(
     files: dict[str, bytes] = {}
     for name, entry in first.items.items():
         with located(item=name):
-            items[name], made = _assemble_item(name, entry, reports, first.created_ns)
-        files |= {f"{name}/{path}": data for path, data in made.items()}
+            items[name], made = _assemble_item(name, entry, reports, first)
+        files |= made
     return items, files
 
 
 def _assemble_item(
-    name: str, entry: ItemEntry, reports: Sequence[SaveReport], created_ns: int
+    name: str, entry: ItemEntry, reports: Sequence[SaveReport], first: Manifest
 ) -> tuple[ItemEntry, dict[str, bytes]]:
     is_tree = bool(entry.nodes or len(entry.leaves))
     if is_tree != (name in reports[0].trees):
@@ -228,11 +227,11 @@ def _assemble_item(
     written = [report.trees[name].written for report in reports]
     tree = planned_tree(entry)
     found = entry_of(entry, tree, written)
-    beside = _SIDECARS.of_tree(name, tree)
+    beside = OrbaxSidecars(one_shot=first.step is None).of_tree(name, tree)
     files = {path: data for path, (data, _) in beside.of_structure().items()}
     # The entry of process 0 already counts all arrays.
     found = replace(found, nbytes=entry.nbytes)
-    return found, files | beside.of_places(written, created_ns)
+    return found, files | beside.of_places(written, first.created_ns)
 
 
 def _check_files(name: str, process: int, report: SaveReport) -> None:

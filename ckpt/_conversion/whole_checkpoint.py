@@ -101,7 +101,7 @@ class CheckpointTarget(Struct, frozen=True):
             handlers,
             self.observers,
             self.formats,
-            sidecars=OrbaxSidecars(),
+            sidecars=OrbaxSidecars(one_shot=self.step is None),
         )
         request = SaveRequest(
             self.step_dir,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _MOST_PROBLEMS = 20
 
 
-# Files by path relative to their item: bytes and entries.
+# Files by path relative to their step: bytes and entries.
 Files = dict[str, tuple[bytes, FileEntry]]
 # Sets of chunks, each as a leaf number and the chunk's number in the leaf.
 SeparateChunks = Sequence[Set[tuple[int, int]]]
@@ -49,13 +49,13 @@ class TreeSidecars(Protocol):
     """
 
     def of_structure(self) -> Files:
-        """Return the files that depend on the structure alone, by path relative to the item.
+        """Return the files that depend on the structure alone, by path relative to the step.
 
         Called early: they are written beside the data.
         """
 
     def of_places(self, reports: Sequence[ItemReport], created_ns: int) -> dict[str, bytes]:
-        """Return the files that depend on the places of the chunks, by path relative to the item.
+        """Return the files that depend on the places of the chunks, by path relative to the step.
 
         Called as soon as the places are known, which is before the data is written unless chunks
         are encoded. The digests in the reports do not count.

@@ -24,12 +24,13 @@ BEGUN, SUCCESS = "_CHECKPOINT_METADATA", "commit_success.txt"
 # Part of the names of steps and items that Orbax has not finished.
 UNFINISHED = ".orbax-checkpoint-tmp"
 _MARK = "Checkpoint commit was successful to "
-# Names that this library and its Orbax view use in an item's directory, beside that of the data.
-_ITEM_FILES = frozenset(
+# Names that this library and its Orbax view use in an item's directory, beside that of the data;
+# the view of one item may be in the directory of its checkpoint, too.
+ITEM_FILES = frozenset(
     {"_METADATA", "_sharding", "_strings.json", "array_metadatas", SUCCESS, "manifest.ocdbt"}
 )
 # Names that Orbax or this library use in the directory of a step or a root.
-RESERVED_ITEMS = _ITEM_FILES | {
+RESERVED_ITEMS = ITEM_FILES | {
     "AUTO",
     "_CHECKPOINT_DELETION",
     "metadata",
@@ -39,6 +40,8 @@ RESERVED_ITEMS = _ITEM_FILES | {
     FILE_NAME,
     PART_FILE,
 }
+# Name of the item of a save without names.
+UNNAMED = "default"
 # Every file system takes names of this many bytes, and paths of four times as many below a step.
 _MOST_NAME_BYTES = 255
 _MOST_BYTES = 1000
@@ -94,7 +97,7 @@ def check_file_path(path: object) -> str:
         raise ValueError(
             f"{path!r:.120} is not a relative path of plain names with '/' between them"
         )
-    if names[0] == "d" or names[0] in _ITEM_FILES or names[0].startswith("ocdbt.process_"):
+    if names[0] == "d" or names[0] in ITEM_FILES or names[0].startswith("ocdbt.process_"):
         raise ValueError(f"{path!r:.120} is the name of a file of the format itself")
     return path
 

@@ -19,7 +19,6 @@ from msgspec import Struct
 from ckpt._format.array_format import DTYPES
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._interop.foreign import (
-    ITEM,
     UNREAD_ERRORS,
     ForeignCheckpoint,
     ForeignFiles,
@@ -253,7 +252,7 @@ async def open_flax(storage: Storage, name: str) -> ForeignCheckpoint | None:
             _leaf(each, leaf, read)
             for each, leaf in zip(structure.names, structure.leaves, strict=True)
         ]
-        found = ForeignFiles(storage, "", {ITEM: ""})
+        found = ForeignFiles(storage, "")
         return await run_in_thread(checkpoint_of, FORMAT, found, [name], structure, leaves, where)
 
 

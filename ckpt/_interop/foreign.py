@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckpt._engine.restore.step_files import FileLocation
 from ckpt._format.leaf_table import LeafEntry, LeafTable
 from ckpt._format.manifest import ItemEntry, Manifest
 from ckpt._format.manifest_head import digest, other_metrics
-from ckpt._format.step_files import is_item_name
+from ckpt._format.step_files import UNNAMED, is_item_name
 from ckpt._interop.runs_of_bytes import Fill, StoredRun, leaf_of_run
 from ckpt._plan.leaf_entries import check_readable, unread_items
 from ckpt._runtime.threads import run_in_thread
@@ -33,8 +33,6 @@ logger = logging.getLogger("ckpt")
 
 # Errors about a file or a leaf that cannot be read.
 UNREAD_ERRORS = (CorruptCheckpointError, UnsupportedFormatError)
-# Name of the item of a checkpoint without items.
-ITEM = "default"
 
 
 class ForeignCheckpoint(Struct, frozen=True):
@@ -62,7 +60,7 @@ class ForeignFiles(Struct, frozen=True):
 
     storage: Storage
     step_dir: str
-    folders: Mapping[str, str]
+    folders: Mapping[str, str] = field(default_factory=lambda: {UNNAMED: ""})
     kept: Mapping[str, bytes] = {}
     links: Mapping[str, FileLocation] = {}
     made: Mapping[str, Fill] = {}
@@ -139,7 +137,7 @@ def checkpoint_of(
         if leaf.fill is not None:
             # This path is below a file, so no other file has it.
             paths.append(f"{files[leaf.file]}/{len(paths)}")
-            made[f"{ITEM}/{paths[-1]}"] = leaf.fill
+            made[f"{UNNAMED}/{paths[-1]}"] = leaf.fill
             leaf = replace(leaf, file=len(paths) - 1, offset=0)
         entries.append(leaf_of_run(name, leaf))
     nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, StoredRun))
@@ -152,7 +150,7 @@ def checkpoint_of(
         attempt=digest(f"{files!r} {entries!r} {checks!r}".encode()),
         unnamed=True,
         items={
-            ITEM: ItemEntry(
+            UNNAMED: ItemEntry(
                 "pytree", list(structure.nodes), LeafTable.of(entries), [], paths, nbytes
             )
         },

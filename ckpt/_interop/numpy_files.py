@@ -28,7 +28,6 @@ from msgspec.structs import replace
 
 from ckpt._format.array_format import DTYPES
 from ckpt._interop.foreign import (
-    ITEM,
     UNREAD_ERRORS,
     ForeignCheckpoint,
     ForeignFiles,
@@ -114,7 +113,7 @@ async def open_numpy(storage: Storage, name: str, *, is_archive: bool) -> Foreig
     # A limiter of its own, with one thread at a time: zipfile has one position in the file for all
     # members, and the default threads are needed for the reads that this thread waits for.
     limiter = anyio.CapacityLimiter(1)
-    found = ForeignFiles(storage, "", {ITEM: ""})
+    found = ForeignFiles(storage, "")
     make = partial(_opened, found, file, name, where, limiter, is_archive=is_archive)
     return await run_in_thread(make, limiter=limiter)
 

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from ckpt._engine.restore.step_files import FileLocation
 from ckpt._format.array_format import DTYPES
+from ckpt._format.step_files import UNNAMED
 from ckpt._interop.foreign import (
-    ITEM,
     UNREAD_ERRORS,
     ForeignCheckpoint,
     ForeignFiles,
@@ -228,7 +228,7 @@ async def open_safetensors(
             return None
     files, listed, links = found
     where = f"{storage.location}/{folder}".rstrip("/")
-    opened = ForeignFiles(storage, folder, {ITEM: ""}, links=links)
+    opened = ForeignFiles(storage, folder, links=links)
     headers: dict[str, Header] = {}
     unread: dict[str, CheckpointError] = {}
 
@@ -292,7 +292,7 @@ def _links(
 ) -> dict[str, FileLocation]:
     """Return the targets of files that are links, as in model caches."""
     return {
-        f"{ITEM}/{file}": FileLocation(*followed(storage, folder, file))
+        f"{UNNAMED}/{file}": FileLocation(*followed(storage, folder, file))
         for file in files
         if sizes.get(file, 0) is None
     }
@@ -328,7 +328,7 @@ async def _has(files: ForeignFiles, file: str, end: int) -> bool:
 
 async def _bytes(files: ForeignFiles, file: str, offset: int, length: int) -> bytes:
     target = bytearray(length)
-    await files.read_block(f"{ITEM}/{file}", offset, memoryview(target))
+    await files.read_block(f"{UNNAMED}/{file}", offset, memoryview(target))
     return bytes(target)
 
 

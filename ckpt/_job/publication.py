@@ -148,8 +148,7 @@ def merge_processes(
         with located(item=name):
             own = [report.trees[name].written for report in reports]
             found[name] = entry_of(entries[name], written.tree, own)
-            made = written.plan.sidecars.of_places(own, created_ns)
-            files |= {f"{name}/{path}": data for path, data in made.items()}
+            files |= written.plan.sidecars.of_places(own, created_ns)
     return found, files
 
 

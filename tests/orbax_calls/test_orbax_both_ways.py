@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax.training import checkpoints
 
 import ckpt
 import ckpt_orbax
@@ -87,9 +88,13 @@ def test_a_checkpoint_of_orbax_is_restored_by_a_checkpointer(tmp_path: Path) -> 
     assert is_state(ckpt_orbax.PyTreeCheckpointer().restore(tmp_path / "1", item=state(0)), 1)
 
 
-def test_orbax_restores_the_item_of_a_checkpoint(tmp_path: Path) -> None:
+def test_a_checkpoint_is_restored_by_a_checkpointer_of_orbax(tmp_path: Path) -> None:
     ckpt_orbax.PyTreeCheckpointer().save(tmp_path / "a", state(3))
-    assert is_state(ocp.StandardCheckpointer().restore(tmp_path / "a" / "default", state(0)), 3)
+    assert is_state(ocp.StandardCheckpointer().restore(tmp_path / "a", state(0)), 3)
+    assert is_state(ocp.PyTreeCheckpointer().restore(tmp_path / "a"), 3)
+    assert is_state(checkpoints.restore_checkpoint(str(tmp_path / "a"), state(0)), 3)
+    found = ocp.StandardCheckpointer().metadata(tmp_path / "a").item_metadata
+    assert found["w"].shape == (4, 2)
 
 
 def test_its_steps_are_steps_of_ckpt(tmp_path: Path) -> None:

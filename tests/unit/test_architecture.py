@@ -117,7 +117,7 @@ NAMES_ORBAX = {
     "_steps/removal/recorded_policy.py": 2,
     "_steps/removal/retention.py": 6,
     "_steps/root.py": 3,
-    "_steps/saves/save_arguments.py": 4,
+    "_steps/saves/save_arguments.py": 3,
     "_tree/structure.py": 2,
     "storage/_local/attempts.py": 4,
     "storage/_local/leases.py": 3,

@@ -29,21 +29,21 @@ JOBS = (
 )
 # Code lines of each room: no blank lines, no comments, no docstrings.
 LINES = {
-    "(jobs)": 3257,
+    "(jobs)": 3256,
     "(modules of the root)": 1542,
     "_api": 976,
     # The right name for one that is unknown.
     "_api/hints": 84,
     "_calls": 769,
-    "_conversion": 1953,
-    "_engine": 4924,
-    "_format": 1669,
+    "_conversion": 1951,
+    "_engine": 4923,
+    "_format": 1670,
     "_inspection": 3276,
-    "_interop": 3032,
+    "_interop": 3031,
     "_plan": 2842,
     "_runtime": 646,
     "_runtime/jax_internals": 47,
-    "_steps": 4736,
+    "_steps": 4735,
     "_tiers": 4810,
     "_tree": 1451,
     "_vitals": 1300,

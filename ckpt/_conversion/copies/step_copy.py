@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._conversion.copies.selection import Selection
-from ckpt._conversion.copies.step_location import CopySource, ReadOnlyLocation, StepLocation
+from ckpt._conversion.copies.step_location import CopySource, StepLocation
 from ckpt._engine.save.republication import republish
 from ckpt._engine.save.save_request import SaveRequest
 from ckpt._events import Event
@@ -34,6 +34,7 @@ from ckpt._format.manifest_head import (
     new_digest,
     peek,
 )
+from ckpt._format.step_files import ITEM_FILES
 from ckpt._interop.orbax.sidecars import OrbaxSidecars
 from ckpt._runtime.mappings import map_memory
 from ckpt._runtime.threads import run_in_thread
@@ -279,7 +280,7 @@ class StepCopier:
 
         Cancellation: the attempt has some of the files, and the beginnings of others.
         """
-        place = ReadOnlyLocation(source.storage, files_folder(source.name, manifest))
+        place = CopySource(source.storage, files_folder(source.name, manifest))
         taken = await self._taken_over(files, target, attempt) if self._goes_on else set()
         # Largest first, so that no lane is still busy with a large file when the others have ended.
         left = iter(
@@ -438,6 +439,9 @@ def _new_files(selection: Selection, step_dir: str, folder: str) -> _NewFiles:
         added = there.keys() - here.keys() - kept.files.keys()
         written = {path: there[path] for path in added}
     left_out = written.keys() | (here.keys() - there.keys())
+    if not selection.is_all:
+        # In the directory of the step itself, these may show leaves that are left out.
+        left_out |= ITEM_FILES
     copied = {path: file for path, file in kept.files.items() if path not in left_out}
     return _NewFiles(copied, written)
 

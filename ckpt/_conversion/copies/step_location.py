@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 from msgspec import Struct
@@ -31,25 +31,8 @@ from ckpt.storage._manifests import files_folder, read_manifest
 Presence = Literal["nothing", "same", "damaged", "other", "unknown"]
 
 
-class StepLocation(Struct, frozen=True):
-    """A step directory, which may not exist.
-
-    Attributes:
-        storage: The root.
-        name: Its name in the root.
-    """
-
-    storage: Storage
-    name: str
-
-    @property
-    def location(self) -> str:
-        """Path or URL of the directory."""
-        return f"{self.storage.location}/{self.name}"
-
-
-class ReadOnlyLocation(Struct, frozen=True):
-    """A step directory that can only be read.
+class CopySource(Struct, frozen=True):
+    """A step directory that can be read.
 
     Attributes:
         storage: The storage that it is read from.
@@ -65,7 +48,10 @@ class ReadOnlyLocation(Struct, frozen=True):
         return f"{self.storage.location}/{self.name}"
 
 
-CopySource: TypeAlias = StepLocation | ReadOnlyLocation
+class StepLocation(CopySource, frozen=True):
+    """A step directory of a root, which may not exist."""
+
+    storage: Storage
 
 
 async def presence_of(

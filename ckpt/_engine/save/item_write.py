@@ -381,7 +381,7 @@ class ItemWrite:
             await _first_of(self._call.caller_released, self._call.urgent)
             files = await session.compute(self._placed_sidecars)
             for path, data in files.items():
-                writers.start_soon(session.write, f"{self._item}/{path}", data)
+                writers.start_soon(session.write, path, data)
 
     def _placed_sidecars(self) -> dict[str, bytes]:
         report = self._report(with_digests=False)
@@ -391,9 +391,7 @@ class ItemWrite:
         """Write the files for other readers that depend on the structure alone."""
         await _first_of(self._call.caller_released, self._call.urgent)
         files = await self._session.compute(self._plan.sidecars.of_structure)
-        await for_each(
-            lambda path: self._session.write(f"{self._item}/{path}", *files[path]), files
-        )
+        await for_each(lambda path: self._session.write(path, *files[path]), files)
 
     async def digested(self) -> None:
         """Wait until `report` can be made, which may be before the last batches are written."""

@@ -264,4 +264,4 @@ async def _join_parts(session: SaveSession, entries: dict[str, ItemEntry]) -> No
                 )
             entries[name] = entry
             for path, data in files.items():
-                writers.start_soon(session.write, f"{name}/{path}", data)
+                writers.start_soon(session.write, path, data)

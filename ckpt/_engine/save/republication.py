@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from ckpt._engine.save.save_request import renew_lease
 from ckpt._format.manifest import Manifest, encode, features, sizes
 from ckpt._format.manifest_head import FILE_NAME, OWN_DISKS, VIRTUAL, DroppedItem, FileEntry, digest
+from ckpt._format.step_files import ITEM_FILES
 from ckpt._runtime.futures import for_each
 from ckpt._runtime.threads import run_in_thread
 from ckpt.errors import InvalidArgumentError, located
@@ -178,7 +179,8 @@ async def _write_rest(
     linked = {
         path: known
         for path, known in old.files.items()
-        if path not in written and _item_of(path) not in going
+        # In the directory of the step itself, these may show an item that goes.
+        if path not in written and path not in ITEM_FILES and _item_of(path) not in going
     }
     await for_each(lambda path: storage.link(attempt, path, old.folder), linked)
     await for_each(lambda path: storage.write(attempt, path, written[path]), written)

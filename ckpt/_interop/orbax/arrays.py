@@ -92,9 +92,8 @@ class ArrayStore(Struct):
                 "the checkpoint to a disk and load it from there"
             )
         path = check_path(value.file)
-        number = self.numbers.get(path)
-        if number is None:
-            number = self.numbers[path] = len(self.files)
+        number = self.numbers.setdefault(path, len(self.files))
+        if number == len(self.files):
             self.files.append(path)
         return number, value.offset, nbytes if nbytes is not None and length < 0 else length
 
@@ -192,7 +191,7 @@ async def _open_shards(
             index = value[-array.index_bytes :]
         else:
             index = await store.read(value.file, at, array.index_bytes)
-        for position, (offset, nbytes) in zip(_places_in(inner), _parse_index(index), strict=True):
+        for position, (offset, nbytes) in zip(np.ndindex(*inner), _parse_index(index), strict=True):
             place = tuple(s * n + p for s, n, p in zip(shard, inner, position, strict=True))
             if any(p >= n for p, n in zip(place, grid, strict=True)):
                 # The chunk is beyond the edge of the array.
@@ -202,10 +201,6 @@ async def _open_shards(
             if offset + nbytes > length - array.index_bytes:
                 raise CorruptCheckpointError("a shard of it has an index that leads out of it")
             places[position_in_grid(place, grid)] = (file, start + offset, nbytes)
-
-
-def _places_in(grid: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    return iter(np.ndindex(*grid))
 
 
 def _parse_index(data: bytes) -> Iterator[tuple[int, int]]:
@@ -226,9 +221,8 @@ def _fill(store: ArrayStore, array: ZarrArray) -> Found:
                 f"a chunk of {nbytes} bytes was not stored, which is not read here: load it with "
                 "Orbax"
             )
-        value = 0 if array.fill is None else array.fill
         try:
-            chunk = np.full(math.prod(array.chunks), value, dtype).view(np.uint8)
+            chunk = np.full(math.prod(array.chunks), array.fill or 0, dtype).view(np.uint8)
         except (TypeError, ValueError):
             raise UnsupportedFormatError(
                 f"its fill value {array.fill!r:.60} is not read here: load it with Orbax"
@@ -268,14 +262,13 @@ def leaf_entry(
         if python is not None:
             return LeafEntry(name, python, value=value if python == "bool" else repr(value))
         kind = "numpy_scalar"
-    count = len(places)
     return LeafEntry(
         name,
         kind,
         array.dtype,
         array.shape,
         array.chunks,
-        (UNCHECKED,) * count,
+        (UNCHECKED,) * len(places),
         tuple(offset for _, offset, _ in places),
         tuple(file for file, _, _ in places),
         array.codec,

@@ -288,9 +288,7 @@ async def _read_level(level: Sequence[NodeLocation], read: ReadRange) -> list[Tr
     async def read_node(number: int) -> None:
         place = level[number].place
         if place.length > MAX_NODE_BYTES:
-            raise CorruptCheckpointError(
-                f"the database of its arrays is damaged: a node of {place.length} bytes"
-            )
+            raise _damaged(f"a node of {place.length} bytes")
         data = await read(check_path(place.file), place.offset, place.length)
         parse = partial(parse_node, data, level[number], decode_zstd)
         nodes[number] = await run_in_thread(parse)

@@ -50,10 +50,12 @@ class Database(Struct, frozen=True):
     Attributes:
         tree: Content of the file that holds the tree nodes.
         manifest: Content of `manifest.ocdbt`.
+        manifest_above: Content of a `manifest.ocdbt` in the folder above, for the same database.
     """
 
     tree: bytes
     manifest: bytes
+    manifest_above: bytes
 
 
 class _Node(Struct, frozen=True):
@@ -103,7 +105,7 @@ class DatabaseIndex:
         self._leaves = [_leaf_node(batch) for batch in _batches(ordered)]
 
     def encode(
-        self, files: Sequence[str], tree_file: str, uuid: bytes, created_ns: int
+        self, files: Sequence[str], tree_file: str, uuid: bytes, created_ns: int, folder: str = ""
     ) -> Database:
         """Return the database for data files of these names.
 
@@ -112,6 +114,7 @@ class DatabaseIndex:
             tree_file: Path of the file that will hold the tree nodes.
             uuid: Sixteen bytes that name the database.
             created_ns: Unix time in nanoseconds.
+            folder: Name of the folder of the database.
         """
         tree = bytearray()
         table = _file_table(files)
@@ -126,13 +129,14 @@ class DatabaseIndex:
                 )
             ]
         [root] = level
-        body = b"".join(
-            (
+
+        def manifest(table: bytes) -> bytes:
+            parts = (
                 uuid,
                 # Manifest kind "single"; then the configuration, without compression.
                 _varints([0, _MAX_INLINE_VALUE_BYTES, _MAX_DECODED_NODE_BYTES]),
                 bytes([_VERSION_TREE_ARITY_LOG2, 0]),
-                own_table,
+                table,
                 # One version: generation 1, and the place of its root.
                 _varints([1, 1]),
                 bytes([root.node.height]),
@@ -142,8 +146,11 @@ class DatabaseIndex:
                 # No version nodes.
                 b"\x00",
             )
+            return _framed(_MANIFEST_MAGIC, b"".join(parts))
+
+        return Database(
+            bytes(tree), manifest(own_table), manifest(_file_table([tree_file], f"{folder}/"))
         )
-        return Database(bytes(tree), _framed(_MANIFEST_MAGIC, body))
 
 
 def _batches(entries: Sequence[KeyValue]) -> Iterable[Sequence[KeyValue]]:
@@ -172,8 +179,8 @@ def _leaf_node(entries: Sequence[KeyValue]) -> _Node:
             b"".join(entry.inline for entry in entries if entry.inline is not None),
         )
     )
-    total = sum(entry.length for entry in indirect)
-    return _Node(0, entries[0].key, columns, len(entries), total)
+    nbytes = sum(entry.length for entry in indirect)
+    return _Node(0, entries[0].key, columns, len(entries), nbytes)
 
 
 def _inner_node(children: Sequence[_Placed]) -> _Node:
@@ -221,16 +228,21 @@ def _common(a: bytes, b: bytes) -> int:
     return limit - (difference.bit_length() + 7) // 8
 
 
-def _file_table(paths: Sequence[str]) -> bytes:
-    """Encode the paths of data files, relative to the database, without shared prefixes."""
-    encoded = [path.encode() for path in paths]
-    nothing = bytes(len(encoded))
+def _file_table(paths: Sequence[str], base: str = "") -> bytes:
+    """Encode the paths of data files without shared prefixes.
+
+    Args:
+        paths: The paths, relative to `base`.
+        base: Path relative to the database. The paths in tree nodes of these files are relative to
+            it, too.
+    """
+    encoded = [f"{base}{path}".encode() for path in paths]
     return b"".join(
         (
             _varints([len(encoded)]),
-            nothing[1:],
+            bytes(len(encoded))[1:],
             _varints([len(path) for path in encoded]),
-            nothing,
+            _varints([len(base.encode())] * len(encoded)),
             *encoded,
         )
     )

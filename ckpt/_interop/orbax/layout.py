@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct
 
 from ckpt._format.manifest_head import digest
-from ckpt._format.step_files import BEGUN, SUCCESS, UNFINISHED, is_own_mark
+from ckpt._format.step_files import BEGUN, SUCCESS, UNFINISHED, UNNAMED, is_own_mark
 from ckpt._interop.orbax.database import MANIFEST
 from ckpt._interop.orbax.tree import TREE_FILE, may_be_packed
 from ckpt._interop.orbax.zarr_arrays import V2_FILE, V3_FILE
@@ -33,7 +33,6 @@ ONE_LEAF = "checkpoint"
 MOST_BYTES = 256 << 20
 # A file that marks steps of this library for the newer interface of Orbax.
 MARK_V1 = "orbax.checkpoint"
-_DEFAULT = "default"
 # Names of items for a state without a name, in the newer interface.
 _UNNAMED_V1 = ("state", "pytree")
 _TREE_HANDLERS = (".StandardCheckpointHandler", ".PyTreeCheckpointHandler", ".PyTreeHandler")
@@ -89,10 +88,10 @@ def items_of(sizes: Sizes, handlers: object) -> dict[str, OrbaxItem]:
         handlers: The handlers of its items, if the checkpoint records them.
     """
     if isinstance(handlers, str):
-        return {_DEFAULT: _item_in("", handlers, sizes)}
+        return {UNNAMED: _item_in("", handlers, sizes)}
     whole = _tree_in("", "", sizes)
     if whole is not None:
-        return {_DEFAULT: whole}
+        return {UNNAMED: whole}
     folders = {path.partition("/")[0] for path in sizes if "/" in path}
     named = handlers if isinstance(handlers, dict) else None
     found: dict[str, OrbaxItem] = {}
@@ -100,7 +99,7 @@ def items_of(sizes: Sizes, handlers: object) -> dict[str, OrbaxItem]:
         item = _item_in(f"{name}/", str((named or {}).get(name, "")), sizes)
         # Old versions recorded no handlers. A state without a name had no other items beside it,
         # and other folders there are files of the program, not of Orbax.
-        is_orbax = _DEFAULT not in folders if named is None else name in named
+        is_orbax = UNNAMED not in folders if named is None else name in named
         if is_orbax or item.kind != "files":
             found[name] = item
     return found
@@ -174,9 +173,8 @@ def is_unnamed(items: Mapping[str, OrbaxItem], handlers: object, sizes: Sizes) -
     """Return True if a checkpoint is one state that was saved without a name."""
     if len(items) != 1:
         return False
-    (name,) = items
     is_v1 = MARK_V1 in sizes or ".v1." in str(handlers)
-    return name == _DEFAULT or (is_v1 and name in _UNNAMED_V1)
+    return UNNAMED in items or (is_v1 and not items.keys().isdisjoint(_UNNAMED_V1))
 
 
 _MOST_LISTED = 16

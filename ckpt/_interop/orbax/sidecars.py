@@ -6,6 +6,10 @@ one array for both; so is an item with thousands of Python values. A value that 
 for (complex, bytes, an int beyond 64 bits) appears as its text.
 
 An OCDBT database over the data files of an item shows its arrays to Orbax, TensorStore and zarr.
+
+Checkpointers of Orbax look for a tree at the path of its checkpoint itself. So the item of a save
+without names is shown there, too, if it is no step of a manager. Typed random keys come as numbers
+there.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from ckpt._format.array_format import DTYPES
 from ckpt._format.leaf_table import LeafEntry
 from ckpt._format.manifest import ItemEntry, Manifest, Node, ShardingEntry
 from ckpt._format.manifest_head import OWN_DISKS, VIRTUAL, FileEntry, digest, json_metrics
-from ckpt._format.step_files import BEGUN, SUCCESS, success_mark
+from ckpt._format.step_files import BEGUN, SUCCESS, UNNAMED, success_mark
 from ckpt._interop.orbax.database_index import DatabaseIndex, KeyValue
 from ckpt._tree.leaf_kinds import ARRAY_KINDS, CALLABLE, MOST_SHOWN, decode_scalar, scalar_array
 from ckpt._tree.leaf_names import ROOT, key_text, sibling_names
@@ -58,6 +62,7 @@ _EMPTY = {
 # File that Orbax reads of an item that is JSON to it, and of the texts in a tree.
 ABOUT_FILE, _TEXTS = "metadata", "_strings.json"
 _METADATA = "zarr.json"
+_DATABASE = "manifest.ocdbt"
 
 
 def about_item(item: ItemEntry) -> bytes:
@@ -69,9 +74,12 @@ class OrbaxSidecars(Struct, eq=False):
     """The files for Orbax of the steps that one engine writes; see `Sidecars`.
 
     Attributes:
+        one_shot: True for one-shot checkpoints: the item of a save without names is shown at the
+            path of the checkpoint itself, too.
         hidden: Pairs of an item that Orbax cannot read and the reason; each was named in a warning.
     """
 
+    one_shot: bool = False
     hidden: set[tuple[str, str]] = field(default_factory=set)
 
     def of_tree(self, item: str, tree: PlannedTree) -> OrbaxTreeFiles:
@@ -99,6 +107,8 @@ class OrbaxSidecars(Struct, eq=False):
                 made = _texts(item) if is_tree else about_item(item)
                 if made is not None:
                     files[path] = made
+                    if is_tree and self.is_at_path(name):
+                        files[_TEXTS] = made
         if manifest.metrics is not None:
             # Metrics are an item of their own, where Orbax looks; NaN and infinities as in Python's
             # json.
@@ -116,6 +126,10 @@ class OrbaxSidecars(Struct, eq=False):
         if manifest.folder:
             files |= {f"{name}/{SUCCESS}": mark for name in handlers}
         return files | {BEGUN: _json(document), SUCCESS: mark, "orbax.checkpoint": b""}
+
+    def is_at_path(self, item: str) -> bool:
+        """Return True if an item is shown at the path of the step itself, too."""
+        return self.one_shot and item == UNNAMED
 
     def say_hidden(self, item: str, why: str) -> None:
         """Warn of an item that Orbax cannot read, once for each reason."""
@@ -159,10 +173,12 @@ class OrbaxTreeFiles(Struct, eq=False):
             why = _why_hidden(entry)
             if why:
                 self.sidecars.say_hidden(self.item, why)
-            self.view = {
-                path: (data, FileEntry(size=len(data), digest=digest(data)))
-                for path, data in ({} if why else _tree_files(entry)).items()
-            }
+            self.view = {}
+            for path, data in ({} if why else _tree_files(entry)).items():
+                file = self.view[f"{self.item}/{path}"] = data, FileEntry(len(data), digest(data))
+                # A folder would look like another item.
+                if "/" not in path and self.sidecars.is_at_path(self.item):
+                    self.view[path] = file
         return self.view
 
     def of_places(self, reports: Sequence[ItemReport], created_ns: int) -> dict[str, bytes]:
@@ -184,8 +200,11 @@ class OrbaxTreeFiles(Struct, eq=False):
             return {}
         tree_file = f"d/{uuid.uuid4().hex}"
         data_files = [path for report in reports for path in report.files]
-        made = known[1].encode(data_files, tree_file, uuid.uuid4().bytes, created_ns)
-        return {tree_file: made.tree, "manifest.ocdbt": made.manifest}
+        made = known[1].encode(data_files, tree_file, uuid.uuid4().bytes, created_ns, self.item)
+        files = {f"{self.item}/{tree_file}": made.tree, f"{self.item}/{_DATABASE}": made.manifest}
+        if self.sidecars.is_at_path(self.item):
+            files[_DATABASE] = made.manifest_above
+        return files
 
 
 def _are_same(some: Sequence[tuple[int, Any]], others: Sequence[tuple[int, Any]]) -> bool:
@@ -357,9 +376,8 @@ def _child_names(node: Node) -> Sequence[str]:
 def _value_type(leaf: LeafEntry) -> str:
     if leaf.kind in ARRAY_KINDS:
         return "jax.Array" if leaf.kind in _ON_DEVICES else "np.ndarray"
-    if leaf.kind == CALLABLE:
-        return "string"
-    return "string" if scalar_array(leaf.kind, decode_scalar(leaf)) is None else "scalar"
+    is_text = leaf.kind == CALLABLE or scalar_array(leaf.kind, decode_scalar(leaf)) is None
+    return "string" if is_text else "scalar"
 
 
 def _value_metadata(leaf: LeafEntry | Node) -> dict[str, Any]:

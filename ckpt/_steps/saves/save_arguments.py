@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ckpt._arguments import check_step, invalid, number_of_seconds, one_of, plain_json
 from ckpt._engine.save.save_request import SaveRequest, step_exists
 from ckpt._format.manifest_head import FILE_NAME, MAX_BYTES, copied_metrics, peek, plain_metrics
-from ckpt._format.step_files import UNFINISHED, check_item_name
+from ckpt._format.step_files import UNFINISHED, UNNAMED, check_item_name
 from ckpt._runtime.threads import run_in_thread
 from ckpt._settings import IfExists, IfTaken
 from ckpt._steps.index import PassedOver
@@ -33,9 +33,6 @@ logger = logging.getLogger("ckpt")
 
 # Larger metadata gets a warning: a list of the steps reads the metadata of every step.
 _LARGE_METADATA_BYTES = 1 << 20
-# Orbax's v0 manager looks for the one item of an unnamed save under this name; see
-# docs/design/009-nothing-silent.md.
-UNNAMED_ITEM = "default"
 
 
 def make_request(
@@ -69,7 +66,7 @@ def make_request(
     given: object = items
     if items is not None and not (isinstance(given, Mapping) and given):
         raise invalid("items", items, "a mapping of one name or more to objects", step=step)
-    named = {UNNAMED_ITEM: state} if items is None else dict(items)
+    named = {UNNAMED: state} if items is None else dict(items)
     for name in named:
         check_item_name(name)
     numbers: object = metrics

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from ckpt._conversion.copies.selection import everything
 from ckpt._conversion.copies.step_copy import ByteCounter, StepCopier
-from ckpt._conversion.copies.step_location import ReadOnlyLocation, StepLocation, is_copy
+from ckpt._conversion.copies.step_location import CopySource, StepLocation, is_copy
 from ckpt._format.manifest import Manifest
 from ckpt._runtime.threads import run_in_thread
 from ckpt._tiers.peers.wire import (
@@ -163,7 +163,7 @@ async def fetch_part(
             return 0
         with contextlib.closing(StepCopier(ByteCounter())) as copier:
             return await copier.copy(
-                ReadOnlyLocation(remote, step_dir),
+                CopySource(remote, step_dir),
                 manifest,
                 everything(manifest),
                 StepLocation(target, step_dir),

@@ -59,5 +59,5 @@ def test_bytes_take_about_what_they_weigh(tmp_path: Path) -> None:
     data = os.urandom(1 << 20)
     ckpt.sync.save(tmp_path / "a", {"data": data, "w": jnp.ones(3)})
     assert ckpt.sync.load(tmp_path / "a")["data"] == data
-    # In base64, for this library and for others.
-    assert stored_bytes(tmp_path / "a") < 3 * len(data)
+    # In base64: for this library, and for others, who look in two places.
+    assert stored_bytes(tmp_path / "a") < 4.5 * len(data)

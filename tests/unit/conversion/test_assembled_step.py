@@ -148,7 +148,7 @@ def views(tree: PlannedTree, manifest: Manifest) -> dict[str, bytes]:
     sidecars = OrbaxSidecars()
     made = sidecars.of_tree("state", tree).of_structure()
     step = sidecars.of_step("100", manifest)
-    return step | {f"state/{name}": data for name, (data, _) in made.items()}
+    return step | {path: data for path, (data, _) in made.items()}
 
 
 @given(jobs().filter(lambda job: job.count > 1), st.integers(0, 5))

@@ -45,14 +45,18 @@ class Listed:
 
 class ListedTree:
     def __init__(self, item: str, tree: PlannedTree) -> None:
+        self.item = item
         self.names = " ".join((item, *(leaf.name for leaf in tree.leaves))).encode()
 
     def of_structure(self) -> Files:
-        return {"names.txt": (self.names, FileEntry(len(self.names), digest(self.names)))}
+        return {
+            f"{self.item}/names.txt": (self.names, FileEntry(len(self.names), digest(self.names)))
+        }
 
     def of_places(self, reports: Sequence[ItemReport], created_ns: int) -> dict[str, bytes]:
         # Scalars have a chunk each, which other readers find.
-        return {"chunks.txt": b"%d" % sum(len(report.rows) for report in reports)}
+        rows = sum(len(report.rows) for report in reports)
+        return {f"{self.item}/chunks.txt": b"%d" % rows}
 
 
 def save(root: Path, sidecars: Sidecars) -> set[str]:

@@ -7,6 +7,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import anyio
 import pytest
@@ -14,6 +15,7 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt._interop.orbax import database_index
 from ckpt._interop.orbax.database import ValueLocation, check_path, read_database
 from ckpt._interop.orbax.database_index import DatabaseIndex, KeyValue
 from ckpt.errors import CorruptCheckpointError
@@ -54,13 +56,20 @@ def test_a_database_that_this_library_wrote(wanted: dict[bytes, bytes], rng: ran
         else:
             entries.append(KeyValue(key, file=0, offset=len(blob), length=len(value)))
             blob += value
-    database = DatabaseIndex(entries).encode(["d/data"], "d/tree", bytes(16), 1)
-    with tempfile.TemporaryDirectory() as top:
-        (Path(top) / "d").mkdir()
-        (Path(top) / "d" / "data").write_bytes(blob)
-        (Path(top) / "d" / "tree").write_bytes(database.tree)
-        (Path(top) / "manifest.ocdbt").write_bytes(database.manifest)
-        assert values_of(Path(top)) == wanted
+    # Nodes so small that there are levels.
+    with mock.patch.object(database_index, "_NODE_ENTRIES", 5):
+        database = DatabaseIndex(entries).encode(["d/data"], "d/tree", bytes(16), 1, "state")
+    with tempfile.TemporaryDirectory() as above:
+        top = Path(above) / "state"
+        (top / "d").mkdir(parents=True)
+        (top / "d" / "data").write_bytes(blob)
+        (top / "d" / "tree").write_bytes(database.tree)
+        (top / "manifest.ocdbt").write_bytes(database.manifest)
+        (Path(above) / "manifest.ocdbt").write_bytes(database.manifest_above)
+        for place in (top, Path(above)):
+            assert values_of(place) == wanted
+            store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{place}/"}).result()
+            assert {key: bytes(store[key]) for key in store.list().result()} == wanted
 
 
 @contextlib.contextmanager
