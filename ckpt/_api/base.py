@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ckpt._steps.saves.partial import OpenSave
     from ckpt._tiers.settings import SharedMemory, Tier
     from ckpt.coordination._base import Coordinator
-    from ckpt.extensions import Extensions
+    from ckpt.extensions._interface import Extensions
 
 
 class ManagerBase:

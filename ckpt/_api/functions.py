@@ -34,7 +34,7 @@ from ckpt.storage._resolve import PathLike
 if TYPE_CHECKING:
     from ckpt._calls.conversion import Conversion, FormatName
     from ckpt.coordination._base import Coordinator
-    from ckpt.extensions import Extensions
+    from ckpt.extensions._interface import Extensions
 
 
 @overload

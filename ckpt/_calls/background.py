@@ -35,7 +35,7 @@ from ckpt.storage._resolve import PathLike, open_step_dir
 if TYPE_CHECKING:
     from ckpt._job.solo import ProcessJob
     from ckpt.coordination._base import Coordinator
-    from ckpt.extensions import Extensions
+    from ckpt.extensions._interface import Extensions
 
 logger = logging.getLogger("ckpt")
 

@@ -54,7 +54,7 @@ from ckpt.storage._resolve import PathLike, open_step_dir
 
 if TYPE_CHECKING:
     from ckpt.coordination._base import Coordinator
-    from ckpt.extensions import Extensions
+    from ckpt.extensions._interface import Extensions
 
 Array = np.ndarray[Any, Any]
 logger = logging.getLogger("ckpt")

@@ -35,6 +35,7 @@ from ckpt.storage._manifests import files_folder
 
 if TYPE_CHECKING:
     from ckpt._engine.chunk_extensions import ChunkExtension
+    from ckpt._steps.run_hooks import RunHooks
 
 logger = logging.getLogger("ckpt")
 
@@ -193,6 +194,8 @@ class Engine(Struct):
         plans: Plans of earlier saves.
         sidecars: The files of steps for other readers.
         extensions: What notes something about the chunks of arrays.
+        notes: What extensions say of each step that is saved, by their names.
+        hooks: What extensions do beside the saves of each place of a run.
         extension_states: Objects that extensions keep from call to call, by name of the extension.
         now_ns: Clock, in Unix nanoseconds.
         versions: Versions of the libraries that write.
@@ -212,6 +215,8 @@ class Engine(Struct):
     plans: PlanCache = field(default_factory=PlanCache)
     sidecars: Sidecars = NO_SIDECARS
     extensions: tuple[ChunkExtension, ...] = ()
+    notes: Mapping[str, Any] = {}
+    hooks: tuple[RunHooks, ...] = ()
     extension_states: dict[str, Any] = field(default_factory=dict)
     now_ns: Callable[[], int] = time.time_ns
     versions: dict[str, str] = field(default_factory=lambda: dict(_known_versions()))

@@ -106,6 +106,15 @@ class _SeveralProcesses:
         """Return the result of `act` on the primary; see `Peers.on_primary`."""
         return await self.peers.on_primary(f"{kind}-{step}", what, act)
 
+    async def open(self, act: Do) -> None:
+        """Call `act` in every process, which opens the root; if one fails, all do."""
+        try:
+            await act()
+        except BaseException as error:
+            # Otherwise the other processes would wait for this one.
+            await self.peers.cannot_open(error)
+            raise
+
     def save(self, kind: str, what: str) -> MultihostSave:
         """Return the part that this process takes in a save; the save takes its turn now."""
         self._order = self._order or anyio.Lock()
@@ -149,16 +158,6 @@ class SharedRoot(_SeveralProcesses):
     def __init__(self, peers: Peers, index: StepIndex) -> None:
         super().__init__(peers, index)
         self.steps = index
-
-    async def open(self, act: Do) -> None:
-        """Open the root on the primary, which creates it and keeps it tidy."""
-        if self.process == 0:
-            try:
-                await act()
-            except BaseException as error:
-                # Otherwise the other processes would wait for this one.
-                await self.peers.cannot_open(error)
-                raise
 
     async def begin(self, act: Do) -> None:
         """Call `act` on the primary, without the others."""
@@ -287,14 +286,6 @@ class SeparateRoots(_SeveralProcesses):
     def steps(self) -> SeparateRoots:
         """Itself: `refresh`, `latest` and `found` see the steps that all processes have."""
         return self
-
-    async def open(self, act: Do) -> None:
-        try:
-            await act()
-        except BaseException as error:
-            # Otherwise the other processes would wait for this one.
-            await self.peers.cannot_open(error)
-            raise
 
     async def begin(self, act: Do) -> None:
         """Call `act`: each process writes the notes of its own root."""

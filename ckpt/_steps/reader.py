@@ -280,6 +280,8 @@ class StepReader:
                             if is_another:
                                 raise deleted
                         known = manifest
+                        for hooks in self._root.hooks:
+                            await hooks.before_restore(self._root, manifest)
                         copies, is_own = None, opened.foreign is None
                         if found.elsewhere is not None and is_own:
                             copies = OtherCopies(partial(found.elsewhere, manifest))
@@ -316,6 +318,8 @@ class StepReader:
                 self._recorder("restore", manifest.step).end(began_ns, "ok", nbytes=nbytes)
                 where, volume = redact(self._storage.location), given.volume_text(context, began)
                 logger.info("restored step %s of %s: %s", manifest.step, where, volume)
+                for hooks in self._root.hooks:
+                    await hooks.restored(self._root, manifest)
                 if options.are_for_everything:
                     self._say_missing(manifest, given.what_is_missing(manifest))
                 return manifest.step, given.result_of(context, options, loaded)

@@ -1,7 +1,4 @@
-"""`Root`: one root below its saves: its steps, the policy on new saves, and its deletions.
-
-`RunHooks` are what features beside a root take part by.
-"""
+"""`Root`: one root below its saves: its steps, the policy on new saves, and its deletions."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import errno
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -18,7 +15,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ckpt._arguments import check_step
-from ckpt._commit import Commit, StepInfo
 from ckpt._engine.save.save_request import SaveRequest
 from ckpt._events import EventRecorder, Observer
 from ckpt._format.manifest_head import ReplacedSave
@@ -39,6 +35,7 @@ from ckpt.storage._manifests import note_branch
 
 if TYPE_CHECKING:
     from ckpt._job.solo import Processes
+    from ckpt._steps.run_hooks import RunHooks
 
 logger = logging.getLogger("ckpt")
 
@@ -155,35 +152,6 @@ class RootOptions(Struct, frozen=True):
     log_level: int = logging.INFO
 
 
-class RunHooks:
-    """What a feature does beside the saves of a root. These do nothing; a feature replaces some."""
-
-    async def before_save(self, step: int) -> None:
-        """Do something at the beginning of a save, in all processes of a job."""
-
-    async def before_publish(self, step: int, replaces_any: bool) -> Sequence[ReplacedSave]:
-        """Return saves in further places that give way to a save of `step`.
-
-        With `replaces_any`, the save may replace any other one.
-        """
-        return ()
-
-    def committed(self, info: StepInfo, save: str, commit: Commit) -> bool:
-        """Hear of a save with the id `save`, before `commit` is done; return True if it counts.
-
-        A step that is copied on counts only when it has arrived.
-        """
-        return True
-
-    def protected(self) -> Collection[int]:
-        """Return steps that stay, whatever the keep policy answers."""
-        return ()
-
-    async def before_retention(self, step: int) -> bool:
-        """Return True if steps may be deleted now, after the commit of `step`."""
-        return True
-
-
 class Root:
     """One root. Its coroutines run on the engine's loop.
 
@@ -237,6 +205,11 @@ class Root:
             self._opened = True
 
     async def _open(self) -> None:
+        await self.processes.begin(self._prepare)
+        for each in self.hooks:
+            await each.opening(self)
+
+    async def _prepare(self) -> None:
         if not self.is_read_only:
             await self.storage.prepare()
             await self._sweep()
@@ -340,7 +313,6 @@ class Root:
                 await self._sweep()
             with EventRecorder("save", saved, self._observers).phase("preserve"):
                 await self.retention.preserve(going)
-        except CheckpointError as error:
-            logger.warning("steps that are no longer kept could not be deleted: %s", error)
-        except Exception:
-            logger.warning("steps that are no longer kept could not be deleted", exc_info=True)
+        except Exception as error:
+            text = "steps that are no longer kept could not be deleted: %s"
+            logger.warning(text, error, exc_info=not isinstance(error, CheckpointError))

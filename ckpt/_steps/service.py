@@ -30,7 +30,7 @@ from ckpt._steps.pins import Pin, pin, pins, unpin
 from ckpt._steps.reader import StepReader
 from ckpt._steps.removal.deletion_plan import StepTrash
 from ckpt._steps.removal.retention import Retention
-from ckpt._steps.root import Root, RootOptions, RunHooks, read_root_metadata
+from ckpt._steps.root import Root, RootOptions, read_root_metadata
 from ckpt._steps.saves.queue import Run, SaveQueue
 from ckpt._steps.saves.save_arguments import make_request
 from ckpt.errors import InvalidArgumentError
@@ -39,9 +39,10 @@ from ckpt.storage._base import Storage
 
 if TYPE_CHECKING:
     from ckpt._job.solo import ProcessJob
+    from ckpt._steps.run_hooks import RunHooks
     from ckpt._steps.saves.partial import OpenSave
     from ckpt.coordination._base import Coordinator
-    from ckpt.extensions import Extensions
+    from ckpt.extensions._interface import Extensions
 
 logger = logging.getLogger("ckpt")
 
@@ -243,6 +244,7 @@ def root_service(
 ) -> RootService:
     """Return the service of the root of `storage`, for this process of `job`."""
     names, observers, now_ns = options.names, engine.observers, engine.now_ns
+    hooks = (*hooks, *engine.hooks)
     index = StepIndex(storage, names, missing=options.missing, places=run.places)
     processes = job.at(index, engine.staging.backlog)
     rules = options.keep, options.deletion, engine.sidecars
@@ -282,12 +284,11 @@ def make_engine(
 
 
 def extend(engine: Engine, extensions: Extensions) -> None:
-    """Let an engine take what the extensions ask for."""
-    if extensions in ((), []):
-        return
-    from ckpt.extensions import open_extensions
+    """Let extensions take part in what an engine does."""
+    if extensions not in ((), []):
+        from ckpt.extensions._interface import join
 
-    engine.extensions = open_extensions(extensions, engine.extension_states)
+        join(extensions, engine)
 
 
 def make_job(

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ckpt._arguments import invalid
 from ckpt._engine.engine import Engine
 from ckpt._steps.index import StepIndex
-from ckpt._steps.root import RootOptions, RunHooks
+from ckpt._steps.root import RootOptions
 from ckpt._steps.saves.history import Preemption
 from ckpt._steps.saves.queue import Run
 from ckpt._steps.service import RootService, make_job, root_service
@@ -266,7 +266,7 @@ def _service_of_memory(
     service: RootService,
     copied: CopiedSteps | None,
     job: Coordinator,
-    hooks: Sequence[RunHooks],
+    hooks: Sequence[MemoryHooks],
 ) -> RootService:
     # The engine uses the same memory for staging, but no base step: reuse of unchanged files is
     # tracked for each root.

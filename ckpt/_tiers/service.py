@@ -23,7 +23,7 @@ from ckpt._redaction import redact
 from ckpt._runtime.loop import Job, call_once
 from ckpt._steps.opened import shortened
 from ckpt._steps.pins import Pin
-from ckpt._steps.root import RunHooks
+from ckpt._steps.run_hooks import RunHooks
 from ckpt._steps.service import RootService
 from ckpt._tiers.agent.client import AgentClient
 from ckpt._tiers.memory import MemoryTier

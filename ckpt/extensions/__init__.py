@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
-from ckpt._arguments import invalid, one_of
+from ckpt._arguments import one_of
 from ckpt.errors import InvalidArgumentError
 from ckpt.keep._questions import SIGNS_NOTE, LeafNotes
 
 if TYPE_CHECKING:
+    from ckpt._engine.engine import Engine
     from ckpt._format.leaf_table import LeafTable
     from ckpt._format.manifest import Manifest
     from ckpt._plan.item_reports import ChunkNotes
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from ckpt._steps.step_metadata import LeafInfo
     from ckpt._vitals.extension.device_pass import Kernels, SignsPlace
     from ckpt._vitals.extension.restored_arrays import ReadFingerprints
-    from ckpt._vitals.extension.signs_of_saves import SignsOfManager
     from ckpt._vitals.signs import LeafSigns
 
 __all__ = ["VitalSigns"]
@@ -69,6 +69,13 @@ class VitalSigns:
                 "not changed: use on='auto' or on='device', or leave frozen out"
             )
 
+    def _join(self, engine: Engine) -> None:
+        from ckpt._vitals.extension.signs_of_saves import SignsOfManager, frozen_patterns
+
+        kernels = _kernels_in(engine.extension_states)
+        signs = SignsOfManager(self.on, frozen_patterns(self.frozen), kernels)
+        engine.extensions = (*engine.extensions, signs)
+
     @staticmethod
     def of(leaf: LeafInfo) -> LeafSigns | None:
         """Return the vital signs of an array when it was saved; None if they are unknown.
@@ -97,36 +104,6 @@ class VitalSigns:
         """
         noted = leaf.notes.get(SIGNS_NOTE)
         return () if noted is None else noted.unequal_on
-
-
-Extensions = Sequence[VitalSigns]
-
-
-def open_extensions(extensions: Extensions, states: dict[str, Any]) -> tuple[SignsOfManager, ...]:
-    """Return the extensions of a manager or a call, ready for its saves.
-
-    Args:
-        extensions: The extensions, as users give them.
-        states: Objects that they keep from call to call, by name.
-
-    Raises:
-        InvalidArgumentError: This is no list of extensions, or has one twice.
-    """
-    expected = "a list of ckpt.extensions, such as [ckpt.extensions.VitalSigns()]"
-    given: object = extensions
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise invalid("extensions", given, expected)
-    for each in given:
-        if not isinstance(each, VitalSigns):
-            raise invalid("extensions", each, expected)
-    if len(extensions) > 1:
-        raise invalid("extensions", extensions, "VitalSigns at most once")
-    from ckpt._vitals.extension.signs_of_saves import SignsOfManager, frozen_patterns
-
-    return tuple(
-        SignsOfManager(each.on, frozen_patterns(each.frozen), _kernels_in(states))
-        for each in extensions
-    )
 
 
 def reported_notes(chunks: int, records: bytes, others: bytes) -> dict[str, ChunkNotes]:

@@ -29,7 +29,7 @@ JOBS = (
 )
 # Code lines of each room: no blank lines, no comments, no docstrings.
 LINES = {
-    "(jobs)": 3256,
+    "(jobs)": 3249,
     "(modules of the root)": 1542,
     "_api": 976,
     # The right name for one that is unknown.
@@ -43,12 +43,15 @@ LINES = {
     "_plan": 2842,
     "_runtime": 646,
     "_runtime/jax_internals": 47,
-    "_steps": 4735,
+    "_steps": 4731,
+    # What extensions do beside saves and restores; each room of a later feature has a row.
+    "_steps/run_hooks": 21,
     "_tiers": 4810,
     "_tree": 1451,
     "_vitals": 1300,
     "cli": 2248,
-    "extensions": 121,
+    "extensions": 111,
+    "extensions/_interface": 20,
     "handlers": 1330,
     "keep": 632,
     "observers": 1139,
@@ -58,6 +61,8 @@ LINES = {
     "testing": 1574,
 }
 MODULES = 344
+# Modules that later features have brought, in the rooms of their own.
+LATER_MODULES = 2
 # Code lines of the module with the names of Orbax.
 ORBAX_MODULE = 2_500
 # Code lines and modules of the benchmarks, which are no part of the package.
@@ -124,7 +129,7 @@ def test_no_room_has_more_code_than_its_budget() -> None:
 
 
 def test_there_are_no_more_modules_than_the_budget() -> None:
-    assert len(sources()) <= MODULES
+    assert len(sources()) <= MODULES + LATER_MODULES
 
 
 def test_the_module_with_the_names_of_orbax_is_no_larger_than_its_budget() -> None:

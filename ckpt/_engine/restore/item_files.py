@@ -35,7 +35,7 @@ async def read_item_file(restore: RestoreContext, item: str, path: str) -> bytes
         try:
             return await _checked(restore.files, name, known, where)
         except (CorruptCheckpointError, StorageError) as error:
-            data = await _read_elsewhere(restore, item, path, known, error)
+            data = await _read_elsewhere(restore, item, name, known, error)
             if data is None:
                 error.locate(item=item)
                 raise
@@ -49,28 +49,26 @@ async def _checked(files: StepFiles, name: str, known: FileEntry, where: str) ->
         CorruptCheckpointError: The file is missing, or was changed.
     """
     data = await files.read(name, known.size)
-    problem = None
     if data is None:
         problem = "is missing"
     elif len(data) != known.size:
         problem = f"has {len(data)} bytes instead of {known.size}"
     elif await _digest(data) != known.digest:
         problem = "was changed: its digest is another"
-    if data is None or problem is not None:
-        raise CorruptCheckpointError(
-            f"{where}/{name} {problem}. The step was damaged after it was committed; restore "
-            "another one"
-        )
-    return data
+    else:
+        return data
+    raise CorruptCheckpointError(
+        f"{where}/{name} {problem}. The step was damaged after it was committed; restore another "
+        "one"
+    )
 
 
 async def _read_elsewhere(
-    restore: RestoreContext, item: str, path: str, known: FileEntry, first: Exception
+    restore: RestoreContext, item: str, name: str, known: FileEntry, first: Exception
 ) -> bytes | None:
     """Return the file from the nearest other copy that has it intact; None if there is none."""
     if restore.copies is None:
         return None
-    name = f"{item}/{path}"
     for copy in await restore.copies.found():
         there = copy.manifest.files.get(name)
         if there is None or there.digest != known.digest:
@@ -79,7 +77,7 @@ async def _read_elsewhere(
             data = await _checked(copy.files, name, there, copy.location)
         except (CorruptCheckpointError, StorageError):
             continue
-        restore.copies.note(copy, item, [path], first)
+        restore.copies.note(copy, item, [name.removeprefix(f"{item}/")], first)
         return data
     return None
 

@@ -83,11 +83,12 @@ async def write_manifest(
 
 def _notes(session: SaveSession, items: Mapping[str, ItemEntry], *, joint: bool) -> dict[str, Any]:
     """Return what extensions say of the step; other processes may have some that this has not."""
-    if not session.extensions and not any(each.leaves.extensions for each in items.values()):
+    noted = {**session.engine.notes, **dict.fromkeys(session.extensions)}
+    if not noted and not any(each.leaves.extensions for each in items.values()):
         return {}
     from ckpt.extensions._readers import notes_on_step
 
-    return notes_on_step(items, dict.fromkeys(session.extensions), joint=joint)
+    return notes_on_step(items, noted, joint=joint)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 from msgspec import Struct
@@ -99,7 +99,6 @@ class _Finder:
         self._scanner = scanner
         # The number of each data file, by its path in the step.
         self._data_files = {f"{name}/{path}": n for n, path in enumerate(item.data_files)}
-        self._names: Sequence[str] = ()
         # All leaves that share the chunks of a leaf, itself included.
         self._sharers: dict[int, list[int]] = {}
         for number in range(len(item.leaves)):
@@ -143,16 +142,15 @@ class _Finder:
             if hit.count > 1:
                 which = f"{hit.count} of {total} chunks, the first is chunk {hit.first}, which"
             message = f"{damage.reason}; {which} {hit.reason}"
-            yield Problem(damage.path, self._name, self._name_of(number), message)
+            yield Problem(damage.path, self._name, self._names[number], message)
 
-    def _name_of(self, number: int) -> str:
-        if not self._names:
-            stored = self._item.leaves.names
-            try:
-                self._names = unboxed_names(self._item.nodes, stored)
-            except CorruptCheckpointError:
-                self._names = stored
-        return self._names[number]
+    @cached_property
+    def _names(self) -> Sequence[str]:
+        stored = self._item.leaves.names
+        try:
+            return unboxed_names(self._item.nodes, stored)
+        except CorruptCheckpointError:
+            return stored
 
     async def _hits(self, damages: Sequence[DamagedFile]) -> dict[str, dict[int, _LeafDamage]]:
         """Return the leaves with damaged chunks, by path of the damaged data file."""

@@ -40,7 +40,7 @@ from ckpt.storage._manifests import while_read
 
 if TYPE_CHECKING:
     from ckpt._engine.plan_cache import Sidecars
-    from ckpt._steps.root import RunHooks
+    from ckpt._steps.run_hooks import RunHooks
 
 logger = logging.getLogger("ckpt")
 

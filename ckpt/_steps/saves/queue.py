@@ -422,12 +422,11 @@ class SaveQueue:
                 self.root.retention.newest = manifest.step
                 self.history.committed(manifest)
                 save = save_id(manifest.save, manifest.created_ns)
-                in_root = True
-                for one in self.root.hooks:
-                    in_root = one.committed(info, save, hooks.commit) and in_root
+                # All of them hear of it, whatever the first one answers.
+                counts = [it.committed(info, save, hooks.commit) for it in self.root.hooks]
                 # Observers first: once the commit is done, the line is written, the bar is gone.
                 run.recorder.end(run.began_ns, "ok", nbytes=info.nbytes)
-                hooks.finish(info, in_root=in_root)
+                hooks.finish(info, in_root=all(counts))
             kept = ""
             if run.kept_seconds is not None:
                 run.recorder.preempted(run.kept_seconds)
