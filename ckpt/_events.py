@@ -147,7 +147,7 @@ class EventRecorder(Struct, frozen=True):
 
     @contextmanager
     def ending(
-        self, began_ns: int, *, skips: type[Exception] | tuple[type[Exception], ...] = ()
+        self, began_ns: int, *, skips: type[Exception] | tuple[()] = ()
     ) -> Iterator[list[int]]:
         """Report the whole operation when the body ends, also if it raises; see `failing`.
 
@@ -159,9 +159,7 @@ class EventRecorder(Struct, frozen=True):
         self.end(began_ns, "ok", nbytes=sum(moved))
 
     @contextmanager
-    def failing(
-        self, began_ns: int, *, skips: type[Exception] | tuple[type[Exception], ...] = ()
-    ) -> Iterator[None]:
+    def failing(self, began_ns: int, *, skips: type[Exception] | tuple[()] = ()) -> Iterator[None]:
         """Report the whole operation only if the body raises: as skipped if it raises `skips`.
 
         If the operation was called without a step, the step that the error names is reported.

@@ -116,11 +116,9 @@ class Staging:
 
 def as_staging(given: Staging | StagingMode | None, default: StagingMode = "auto") -> Staging:
     """Return the staging that a caller passed, as such or by the name of its mode."""
-    if given is None or isinstance(given, str):
-        return Staging(mode=given or default)
-    staging = instance_of("staging", given, Staging)
-    assert staging is not None
-    return staging
+    if isinstance(given, str):
+        return Staging(mode=given)
+    return instance_of("staging", given, Staging) or Staging(mode=default)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@
     ├── InvalidArgumentError (ValueError)       a step, name, option or path is invalid
     ├── UnsupportedLeafError (TypeError)        a leaf or a tree node cannot be stored
     ├── TargetMismatchError (ValueError)        `like=` differs from what is stored
+    ├── ContractMismatchError (ValueError)      the step was saved by a run of another contract
     ├── StepNotFoundError (FileNotFoundError)   the step does not exist, or is not committed
     │   └── StepDeletedError                    it was deleted or replaced while it was read
     ├── ItemDroppedError (LookupError)          the step has lost the item, and has others
@@ -41,6 +42,7 @@ __all__ = [
     "ClosedError",
     "CommitCancelledError",
     "CommitTimeoutError",
+    "ContractMismatchError",
     "CoordinationError",
     "CoordinationTimeoutError",
     "CorruptCheckpointError",
@@ -158,6 +160,16 @@ class TargetMismatchError(CheckpointError, ValueError):
     ) -> None:
         super().__init__(message, step=step, item=item, leaf=leaf)
         self.problems = problems
+
+
+class ContractMismatchError(CheckpointError, ValueError):
+    """A step was saved by a run of another contract; see `ckpt.extensions.Contract`.
+
+    Attributes:
+        problems: One line for every field that differs.
+    """
+
+    problems: tuple[str, ...] = ()
 
 
 class StepNotFoundError(CheckpointError, FileNotFoundError):

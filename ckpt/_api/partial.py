@@ -122,7 +122,6 @@ class PartialSave(PartialSaveBase):
         except waits.cancelled():
             await self._cancelled()
             raise
-        assert self._info is not None
         return self._info
 
     async def discard(self) -> None:

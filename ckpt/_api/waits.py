@@ -35,9 +35,8 @@ async def settled_shielded(future: Future[Any]) -> None:
         await settled(future)
 
 
-async def beside(call: Callable[[], T]) -> T:
-    """Wait for a call that blocks its thread."""
-    return await run_beside(call)
+# Waits for a call that blocks its thread.
+beside = run_beside
 
 
 async def committed(commit: Commit) -> StepInfo:

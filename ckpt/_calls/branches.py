@@ -88,12 +88,8 @@ class _BranchLoad(Struct, frozen=True):
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
         """Name the branch and its checkpoint in errors of the body."""
-        try:
-            with located():
-                yield
-        except CheckpointError as error:
-            _prefix_error(error, f"branch {self.name!r:.200} from {self.where}")
-            raise
+        with _naming_branch(self.name, f" from {self.where}"), located():
+            yield
 
 
 class _Start:
@@ -251,14 +247,10 @@ def _adapts(adapt: object, branches: Mapping[str, Source]) -> dict[str, Adapt]:
 
 
 @contextlib.contextmanager
-def _naming_branch(name: str) -> Iterator[None]:
+def _naming_branch(name: str, source: str = "") -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        _prefix_error(error, f"branch {name!r:.200}")
+        error.message = f"branch {name!r:.200}{source}: {error.message}"
+        error.args = (error.message,)
         raise
-
-
-def _prefix_error(error: CheckpointError, where: str) -> None:
-    error.message = f"{where}: {error.message}"
-    error.args = (error.message,)

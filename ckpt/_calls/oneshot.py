@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ckpt._arguments import instance_of
+from ckpt._arguments import instance_of, invalid
 from ckpt._calls.branches import Source, branches_call
 from ckpt._commit import Commit, CommitHooks, StepInfo
 from ckpt._engine.restore.item_reader import RegionReader
@@ -53,6 +53,7 @@ from ckpt.storage._manifests import has_lost_items
 from ckpt.storage._resolve import PathLike, open_step_dir
 
 if TYPE_CHECKING:
+    from ckpt._proof.contract import Contract
     from ckpt.coordination._base import Coordinator
     from ckpt.extensions._interface import Extensions
 
@@ -107,9 +108,12 @@ def load_call(
     coordinator: Coordinator | None,
     memory: ArrayMemory,
     check_devices: bool,
+    contract: Contract | None,
 ) -> Call[Any]:
     options = restore_options(like, items, at, adapt, memory, check_devices)
     if isinstance(path, Mapping):
+        if contract is not None:
+            raise invalid("contract", contract, "None, since several checkpoints are loaded")
         return branches_call(path, options, handlers, coordinator)
     storage, step_dir = open_step_dir(path, follow=True)
     process = place_in_job(coordinator)
@@ -119,6 +123,8 @@ def load_call(
         began = time.perf_counter()
         while True:
             opened = await opened_checkpoint(path, storage, step_dir)
+            if contract is not None:
+                contract._check(opened.manifest, opened.location)
             context = context_of(opened, engine, *process, options=options)
             try:
                 loaded = await restore_items(context, wanted_items(opened.manifest, options))

@@ -18,11 +18,11 @@ from ckpt._interop.orbax.sidecars import ABOUT_FILE, OrbaxSidecars, about_item
 from ckpt._job.solo import SoloSave
 from ckpt._plan.adapt import Adapt
 from ckpt._plan.save_plan import Formats
+from ckpt._proof.run_notes import notes_on_run
 from ckpt._settings import Staging
 from ckpt._steps.saves.one_shot import save_one_shot
 from ckpt._steps.service import make_engine
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
-from ckpt.extensions._readers import warn_of_dropped
 from ckpt.handlers._base import Deferred, ItemReader, ItemWriter
 from ckpt.storage._base import Storage
 
@@ -93,7 +93,6 @@ class CheckpointTarget(Struct, frozen=True):
         self, items: Mapping[str, CheckpointItem], old: Manifest, budget: int
     ) -> Written:
         """Write items, with the metrics and metadata of the old manifest."""
-        warn_of_dropped(old.extensions)
         items = {name: items[name] for name in writable_items(old)}
         handlers = {name: ItemCopy(item.entry.handler) for name, item in items.items()}
         engine = make_engine(
@@ -103,6 +102,7 @@ class CheckpointTarget(Struct, frozen=True):
             self.formats,
             sidecars=OrbaxSidecars(one_shot=self.step is None),
         )
+        engine.notes = notes_on_run(old.extensions)
         request = SaveRequest(
             self.step_dir,
             self.step,

@@ -227,10 +227,10 @@ def _item_of(storage: Storage, step_dir: str, manifest: Manifest, path: str) -> 
     if item in manifest.items and not below:
         alone = of_item(manifest, item)
         if manifest.extensions:
-            from ckpt.extensions._readers import readers
+            from ckpt.extensions._readers import notes_on_step
 
-            noted = readers(manifest.extensions).items()
-            alone = replace(alone, extensions={key: it.of_step(alone.items) for key, it in noted})
+            noted = notes_on_step(alone.items, manifest.extensions, is_new=False)
+            alone = replace(alone, extensions=noted)
         return OpenedStep(storage, step_dir, alone, item=item)
     is_listed = any(f"{each}/".startswith(f"{path}/") for each in manifest.files)
     if item in manifest.items or is_listed or item == manifest.folder:

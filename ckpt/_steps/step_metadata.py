@@ -124,6 +124,7 @@ class StepMetadata:
         unreadable: Leaves and items of another library's step that cannot be read, each with the
             reason. Keys are leaf paths; if items have names, as `model:params.w`. In the trees such
             a leaf is `...`, too.
+        notes: What extensions say of the whole step, by their names.
 
     Example:
         ```python
@@ -141,6 +142,7 @@ class StepMetadata:
     writer: Mapping[str, str]
     unknown_classes: Mapping[str, str] = field(default_factory=dict, repr=False)
     unreadable: Mapping[str, str] = field(default_factory=dict, repr=False)
+    notes: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def tree(self) -> Any:
@@ -204,11 +206,9 @@ class StepMetadata:
             title += f", without {', '.join(each.item for each in info.dropped)}"
         if info.parent is not None:
             title += f", from {info.parent.path:.200}"
-        return (
-            title
-            if info.custom_metadata is None
-            else f"{title}, metadata {info.custom_metadata!r:.200}"
-        )
+        if info.custom_metadata is not None:
+            title += f", metadata {info.custom_metadata!r:.200}"
+        return title
 
     @property
     def _rows(self) -> list[LeafRow]:
@@ -298,6 +298,7 @@ def describe_step(manifest: Manifest, path: str) -> StepMetadata:
         writer=dict(manifest.writer),
         unknown_classes=unknown_classes,
         unreadable=unreadable,
+        notes=manifest.extensions,
     )
 
 

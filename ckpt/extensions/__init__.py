@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from ckpt._arguments import one_of
+from ckpt._proof.contract import Contract
 from ckpt.errors import InvalidArgumentError
 from ckpt.keep._questions import SIGNS_NOTE, LeafNotes
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from ckpt._vitals.extension.restored_arrays import ReadFingerprints
     from ckpt._vitals.signs import LeafSigns
 
-__all__ = ["VitalSigns"]
+__all__ = ["Contract", "VitalSigns"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,18 +6,16 @@ leaves stay as they are, and are never read.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ckpt._proof.run_notes import notes_on_run
 from ckpt.keep._questions import SIGNS_NOTE
 
 if TYPE_CHECKING:
     from ckpt._format.leaf_table import Integers, LeafTable
     from ckpt._format.manifest import ItemEntry
     from ckpt._plan.item_reports import MergedNotes
-
-logger = logging.getLogger("ckpt")
 
 
 class StoredExtension(Protocol):
@@ -55,7 +53,11 @@ def readers(names: Collection[str]) -> dict[str, StoredExtension]:
 
 
 def notes_on_step(
-    items: Mapping[str, ItemEntry], noted: Mapping[str, Any], *, joint: bool = False
+    items: Mapping[str, ItemEntry],
+    noted: Mapping[str, Any],
+    *,
+    joint: bool = False,
+    is_new: bool = True,
 ) -> dict[str, Any]:
     """Return what extensions say of a step whose items are new, or others than before.
 
@@ -64,19 +66,10 @@ def notes_on_step(
         noted: What extensions have said of the step, or None for those that take part. What is not
             known here is dropped, as it may not be true any more.
         joint: True if several processes have saved the items, which are new.
+        is_new: False if they are a part of a step that is read, so that nothing is lost.
     """
     known = readers({*noted, *(name for it in items.values() for name in it.leaves.extensions)})
-    warn_of_dropped(noted.keys() - known.keys())
+    of_run = notes_on_run(noted, known if is_new else noted)
     for each in known.values() if joint else ():
         each.merged(items)
-    return {name: each.of_step(items) for name, each in known.items()}
-
-
-def warn_of_dropped(names: Collection[str]) -> None:
-    """Warn of extensions whose notes a new step does not have."""
-    if names:
-        logger.warning(
-            "what the extension %s has noted of the step is not in the new one, whose leaves are "
-            "written anew or are not the same",
-            " and ".join(f"{name!r:.60}" for name in sorted(names)[:3]),
-        )
+    return of_run | {name: each.of_step(items) for name, each in known.items()}

@@ -34,6 +34,7 @@ from ckpt.storage._resolve import PathLike
 
 if TYPE_CHECKING:
     from ckpt._calls.conversion import Conversion, FormatName
+    from ckpt._proof.contract import Contract
     from ckpt.coordination._base import Coordinator
     from ckpt.extensions._interface import Extensions
 
@@ -191,6 +192,7 @@ def load(
     coordinator: Coordinator | None = None,
     memory: ArrayMemory = "jax",
     check_devices: bool = False,
+    contract: Contract | None = None,
 ) -> State:
     """Load a one-shot checkpoint, or a step from a manager's root (`runs/a/100`).
 
@@ -218,12 +220,15 @@ def load(
         check_devices: Compare the arrays on the devices with the vital signs of the
             checkpoint. Arrays that cannot be compared are named in a warning. By default, the bytes
             read are compared with their digests.
+        contract: The contract that the checkpoint has to have, as `ckpt.extensions.Contract` says;
+            with one checkpoint only.
 
     Returns:
         The tree of a checkpoint that was saved without item names, else a dict by item name.
 
     Raises:
         NotACheckpointError: There is no committed checkpoint at `path`.
+        ContractMismatchError: The checkpoint is of another contract.
         CheckpointError: As for `CheckpointManager.restore`.
 
     Interrupts: reading stops and memory is freed before the interrupt (Ctrl-C) goes on.
@@ -234,9 +239,9 @@ def load(
         both = ckpt.sync.load({"params": "runs/a/100", "opt_state": "runs/b/50"})
         ```
     """
-    call = load_call(path, like, items, at, adapt, handlers, coordinator, memory, check_devices)
-    found: State = call_once(call)
-    return found
+    how = handlers, coordinator, memory, check_devices, contract
+    call: Call[State] = load_call(path, like, items, at, adapt, *how)
+    return call_once(call)
 
 
 def metadata(path: PathLike) -> StepMetadata:

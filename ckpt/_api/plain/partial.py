@@ -123,7 +123,6 @@ class SyncPartialSave(PartialSaveBase):
         except waits.cancelled():
             self._cancelled()
             raise
-        assert self._info is not None
         return self._info
 
     def discard(self) -> None:

@@ -1,0 +1,1 @@
+"""What a run proves: which contract it is under, that its saves will fit, that steps repeat."""
