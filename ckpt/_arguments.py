@@ -172,14 +172,12 @@ def plain_json(name: str, value: Any, *, step: int | None = None) -> Any:
         raise invalid(name, value, f"JSON values only ({error})", step=step) from error
     # json.dumps turns other keys into strings, under which they would not be found again.
     within = [value]
-    while within:
-        each = within.pop()
+    for each in within:
         if isinstance(each, dict):
             for key in each:
                 if not isinstance(key, str):
                     what = f"strings as keys, as in JSON, not {shown(key)}"
                     raise invalid(name, value, what, step=step)
-            within.extend(each.values())
-        elif isinstance(each, list | tuple):
-            within.extend(each)
+        if isinstance(each, dict | list):
+            within.extend(each.values() if isinstance(each, dict) else each)
     return copied

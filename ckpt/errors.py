@@ -13,6 +13,7 @@
     ├── StepPinnedError                         the step is pinned, and was not deleted
     ├── CorruptCheckpointError                  stored bytes are missing, cut or changed
     ├── DeviceMismatchError                     restored arrays are not what devices had
+    ├── NotRepeatedError                        a step that was run again is not what it was
     ├── UnsupportedFormatError                  a newer version or a handler is needed
     ├── HandlerError                            a handler, or an object it saves, raised an error
     ├── StorageError (OSError)                  the file system or store failed; has `errno`
@@ -53,6 +54,7 @@ __all__ = [
     "ItemDroppedError",
     "NotACheckpointError",
     "NotInRootError",
+    "NotRepeatedError",
     "ReadOnlyError",
     "SaveSkippedError",
     "StepDeletedError",
@@ -206,6 +208,10 @@ class DeviceMismatchError(CheckpointError):
     The stored bytes fit their digests. So either they were wrong before the digests were computed,
     or a device is faulty, or the way to it.
     """
+
+
+class NotRepeatedError(CheckpointError):
+    """A step that was run again after a restart is not what it was in the run before."""
 
 
 class UnsupportedFormatError(CheckpointError):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, get_args
 
 from ckpt._api.hints import hinted, no_attribute
-from ckpt._arguments import instance_of, invalid, is_config, one_of, plain_json
+from ckpt._arguments import instance_of, invalid, one_of, plain_json
 from ckpt._commit import StepInfo
 from ckpt._events import Observer
 from ckpt._interop.orbax.sidecars import OrbaxSidecars
@@ -125,11 +125,9 @@ class ManagerBase:
         engine = make_engine(staging, handlers, observers, formats, extensions, OrbaxSidecars())
         job = make_job(coordinator, timeouts, storage.location, engine)
         one_of("on_failure", on_failure, get_args(OnFailure))
-        metadata: Any = custom_metadata
-        if metadata is not None:
-            if not isinstance(metadata, Mapping) and not is_config(metadata):
-                raise invalid("custom_metadata", metadata, "a mapping of names to JSON values")
-            metadata = plain_json("custom_metadata", dict(metadata))
+        metadata = custom_metadata and plain_json("custom_metadata", custom_metadata)
+        if not isinstance(metadata, Mapping | None):
+            raise invalid("custom_metadata", metadata, "a mapping of names to JSON values")
         make: Callable[..., RootService] = root_service
         if tiers not in ((), []):
             from ckpt._tiers.factory import service_with
@@ -206,6 +204,41 @@ class ManagerBase:
             ```
         """
         return self._service.reached_preemption(step)
+
+    def mark(self, step: SupportsIndex, state: Any) -> None:
+        """Keep fingerprints of the state at `step`, to prove that a resume repeats the run.
+
+        Call it at the beginning of each step, with the state that the step gets, in all processes
+        of a job. After a restart, the steps since the last checkpoint are run again. Their marks
+        are compared with those of the run that saved it: the first one that differs is logged as a
+        warning, with the leaves and what their pattern says. If all are equal, one line of
+        information says so. `ckpt.extensions.Marks` changes how.
+
+        Devices take the fingerprints of their arrays, which the program may donate as soon as this
+        returns: it does not wait for them. The first call compiles; arrays of numpy are looked at
+        before it returns. A mark takes up to 60 bytes a leaf in the folder `.ckpt-marks` of the
+        root, where the latest 64 MiB are kept. Waiting for the manager's end waits for marks, too.
+
+        Args:
+            step: The step.
+            state: A tree that `save` takes. Other leaves than before are a difference.
+
+        Raises:
+            NotRepeatedError: A step differed, and `Marks(on_difference="raise")` is set.
+            UnsupportedLeafError: A leaf cannot be saved, or its buffer is gone.
+            ReadOnlyError: The manager is read-only.
+            ClosedError: The manager is closed.
+
+        Example:
+            ```python
+            for step in range(100):
+                mgr.mark(step, state)
+                state = train_step(state)
+            ```
+        """
+        from ckpt._proof.run_marks import mark
+
+        mark(self._service, step, state)
 
     def is_saving_in_progress(self) -> bool:
         """Return True if a save is under way.

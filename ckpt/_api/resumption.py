@@ -26,8 +26,8 @@ else:
 
     State = TypeVar("State")
 Fresh = TypeVar("Fresh")
-# Types of leaves that hold no jax arrays.
-_PLAIN = (bool, int, float, complex, str, bytes, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+# Types of leaves that tracing does not change.
+_PLAIN = (int, float, complex, str, bytes, np.ndarray, np.generic, jax.ShapeDtypeStruct, type(None))
 
 
 def abstract(tree: Any, shardings: ShardingTree = None) -> Any:
@@ -107,7 +107,7 @@ def _traced(function: Callable[[], Any]) -> Any:
         ) from error
     if is_jitted:
         return shapes
-    odd = next((leaf for leaf in kept if leaf is not None and not _is_plain(leaf)), None)
+    odd = next((each for each in kept if not (isinstance(each, _PLAIN) or is_function(each))), None)
     if odd is not None:
         raise InvalidArgumentError(
             f"the function {_name(function)} cannot be traced by jax.eval_shape: it returns a leaf "
@@ -116,11 +116,6 @@ def _traced(function: Callable[[], Any]) -> Any:
         )
     both = zip(shapes, kept, strict=True)
     return jax.tree.unflatten(structure, [leaf if shape is None else shape for shape, leaf in both])
-
-
-def _is_plain(leaf: Any) -> bool:
-    """Return True if tracing does not change the leaf."""
-    return is_function(leaf) or isinstance(leaf, _PLAIN)
 
 
 def _name(function: Callable[[], Any]) -> str:

@@ -50,7 +50,8 @@ class Contract:
 
     Example:
         ```python
-        contract = ckpt.extensions.Contract({"model": config, "data": {"seed": 3}})
+        model = {"layers": 12, "width": 768}
+        contract = ckpt.extensions.Contract({"model": model, "data": {"seed": 3}})
         mgr = ckpt.CheckpointManager(root, extensions=[contract])
         ```
     """

@@ -96,6 +96,7 @@ def test_only_what_does_not_wait_is_no_coroutine(pair: str) -> None:
             "__init__",
             "directory",
             "is_saving_in_progress",
+            "mark",
             "reached_preemption",
             "partial",
             "watch",

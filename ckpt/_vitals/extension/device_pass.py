@@ -211,9 +211,9 @@ def chunk_sums(
     is_finite = lax.bitcast_convert_type(values, jnp.uint32) < jnp.uint32(_NOT_FINITE)
     values = jnp.where(is_finite, values, 0)
     is_small, is_large = values < _SMALL, values > _LARGE
-    words = _folded(shard) * _row_factors(offset, shard.shape[:-1])
-    columns = _column_factors(offset[-1], shard.shape, shard.dtype.itemsize)
-    found = _reduced(
+    words = _folded(shard) * row_factors(offset, shard.shape[:-1])
+    columns = column_factors(offset[-1], shard.shape, shard.dtype.itemsize)
+    found = reduced(
         (
             *(words * columns[channel] for channel in range(CHANNELS)),
             (~is_finite).astype(jnp.uint32),
@@ -228,7 +228,7 @@ def chunk_sums(
     return jnp.stack(counts, axis=-1)[None], jnp.stack(squares, axis=-1)[None]
 
 
-def _reduced(operands: Sequence[jax.Array], chunk: tuple[int, ...]) -> tuple[jax.Array, ...]:
+def reduced(operands: Sequence[jax.Array], chunk: tuple[int, ...]) -> tuple[jax.Array, ...]:
     """Add up arrays chunk by chunk, but take the maximum of the last one; `[chunks]` each.
 
     Values are added up in runs, then the sums of the runs, and so on: a long sum of floats would
@@ -263,7 +263,7 @@ def _folded(shard: jax.Array) -> jax.Array:
     return words
 
 
-def _column_factors(first: jax.Array, shape: Sequence[int], itemsize: int) -> jax.Array:
+def column_factors(first: jax.Array, shape: Sequence[int], itemsize: int) -> jax.Array:
     """Return the weights of elements along the last dimension; `[2, elements]`."""
     dimension = len(shape) - 1
     elements = first + lax.iota(jnp.uint32, shape[-1])
@@ -274,7 +274,7 @@ def _column_factors(first: jax.Array, shape: Sequence[int], itemsize: int) -> ja
     return jnp.stack([odd(lower, dimension, channel) * shared for channel in range(CHANNELS)])
 
 
-def _row_factors(offset: jax.Array, shape: Sequence[int]) -> jax.Array:
+def row_factors(offset: jax.Array, shape: Sequence[int]) -> jax.Array:
     """Return the factors of rows, in the shape of the outer dimensions and a last one of 1."""
     along = jnp.ones((*shape, 1), jnp.uint32)
     for dimension, length in enumerate(shape):

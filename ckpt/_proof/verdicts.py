@@ -1,0 +1,195 @@
+"""What is told from two marks of one step: whether it was repeated exactly, and if not, why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from ckpt._proof.state_marks import Array, StateMark
+
+# A difference of rounding alone: values that differ by no more than this part of their norm.
+ROUNDING = 1e-5
+# Once a program is known to round differently each time, marks are compared as closely as this.
+DRIFT = 5e-2
+_MOST_NAMED = 5
+Holders = Callable[[int, int], Sequence[str]]
+_COUNTERS = ("int", "uint")
+
+
+class Difference(Struct, frozen=True):
+    """Two marks of one step that are not the same.
+
+    Attributes:
+        step: The step.
+        leaves: The leaf paths that differ, those with the greatest distance first.
+        cause: What the pattern says.
+        distance: Largest part of its norm by which a leaf differs; infinite if a leaf that is no
+            float differs, or if it is unknown.
+        is_rounding: True if nothing but rounding seems to differ.
+    """
+
+    step: int
+    leaves: Sequence[str]
+    cause: str
+    distance: float
+    is_rounding: bool
+
+
+def difference(
+    before: StateMark,
+    now: StateMark,
+    *,
+    follows_equal: bool = False,
+    holders: Holders = lambda _leaf, _part: (),
+) -> Difference | None:
+    """Return the difference between two marks of one step; None if they are the same.
+
+    Args:
+        before: The mark of the run before.
+        now: The mark of this run.
+        follows_equal: True if the marks of the step before were the same.
+        holders: Returns the devices that hold a part of a leaf of `now`, by their numbers.
+    """
+    if before.layout != now.layout:
+        return _of_layouts(before, now)
+    one, two = before.leaves, now.leaves
+    differing = np.flatnonzero((one["fingerprint"] != two["fingerprint"]).any(axis=-1)).tolist()
+    if not differing:
+        return None
+    distances = {number: _distance(one[number], two[number]) for number in differing}
+    floats = _floats(now)
+    is_rounding = (
+        max(distances.values()) <= ROUNDING
+        and floats.issuperset(differing)
+        and 2 * len(differing) >= sum(_changes(one[number]) for number in floats)
+    )
+    cause = (
+        "the values differ by rounding alone"
+        if is_rounding
+        else _cause(before, now, differing, follows_equal, holders)
+    )
+    # The leaf that is the farthest away is most likely the first that was wrong.
+    differing.sort(key=distances.__getitem__, reverse=True)
+    names = [now.layout.names[number] for number in differing]
+    return Difference(now.step, names, cause, max(distances.values()), is_rounding)
+
+
+def _changes(leaf: Any) -> bool:
+    """Return True for an array that has values other than 0, so that rounding may show."""
+    return bool(leaf["norm"] > 0)
+
+
+def _distance(one: Any, two: Any) -> float:
+    """Return by which part of its norm a leaf differs; infinite if that is unknown.
+
+    The difference of two sketches is, at a venture, the norm of the difference: its expected square
+    is the square of that norm.
+    """
+    norm = max(float(one["norm"]), float(two["norm"]))
+    apart = max(abs(float(one[name]) - float(two[name])) for name in ("norm", "sketch"))
+    return apart / norm if norm and math.isfinite(apart) else math.inf
+
+
+def _floats(mark: StateMark) -> set[int]:
+    kinds = enumerate(mark.layout.kinds)
+    return {number for number, kind in kinds if kind.startswith(("float", "bfloat"))}
+
+
+def _of_layouts(before: StateMark, now: StateMark) -> Difference:
+    old = dict(zip(before.layout.names, before.layout.kinds, strict=True))
+    new = dict(zip(now.layout.names, now.layout.kinds, strict=True))
+    gone, added = old.keys() - new.keys(), new.keys() - old.keys()
+    changed = [name for name in new if name in old and old[name] != new[name]]
+    found = [f"{name} is {new[name]} and was {old[name]}" for name in changed[:_MOST_NAMED]]
+    found += [f"{name} is missing" for name in sorted(gone)[:_MOST_NAMED]]
+    found += [f"{name} is new" for name in sorted(added)[:_MOST_NAMED]]
+    named = [*changed, *sorted(gone), *sorted(added)]
+    cause = f"the state has other leaves: {', '.join(found)}"
+    return Difference(now.step, named or list(new), cause, math.inf, is_rounding=False)
+
+
+def _cause(
+    before: StateMark,
+    now: StateMark,
+    differing: Sequence[int],
+    follows_equal: bool,
+    holders: Holders,
+) -> str:
+    """Return what the pattern of the differing leaves says."""
+    names, kinds = now.layout.names, now.layout.kinds
+    one, two = before.leaves, now.leaves
+    keys = [n for n in differing if kinds[n].startswith("key") or _is_raw_key(names[n], kinds[n])]
+    counters = [n for n in differing if n not in keys and _is_counter(kinds[n])]
+    others = [n for n in differing if n not in keys and n not in counters]
+    counted = ", ".join(
+        f"{names[n]} is {int(two[n]['value'])} and was {int(one[n]['value'])}"
+        for n in counters[:_MOST_NAMED]
+    )
+    if keys:
+        return (
+            f"the random key {names[keys[0]]} differs: its state was forgotten, or it was used "
+            "once more or once less"
+        )
+    if counters and not others:
+        return f"only a counter differs ({counted}): it is off, or was not restored"
+    if counters:
+        return f"a counter differs, too ({counted}): the run goes on from another step"
+    old = {one[n]["fingerprint"].tobytes(): names[n] for n in differing}
+    moved = [(names[n], old.get(two[n]["fingerprint"].tobytes())) for n in differing]
+    if all(source is not None for _, source in moved):
+        name, source = moved[0]
+        return f"leaves have changed places: {name} has the values of {source}"
+    part = _one_part(one, two, differing)
+    if part is not None:
+        devices = ", ".join(holders(differing[0], part))
+        on = f", which is on {devices}" if devices else ""
+        return f"only one part of an array differs{on}: a device may be faulty"
+    otherwise = (
+        "the state was the same a step before, so the data came in another order, or the step was "
+        "computed otherwise (such as with another learning rate)"
+    )
+    floats = [n for n in _floats(now) if _changes(one[n]) or _changes(two[n])]
+    if set(floats) <= set(differing):
+        what = "all arrays of floats differ, and no key or counter"
+        also = "the state is of another step, or the data came in another order"
+        return f"{what}: {otherwise if follows_equal else also}"
+    common = _branch([names[n] for n in differing])
+    what = f"only some leaves{' in ' + common if common else ''} differ"
+    return f"{what}: {otherwise if follows_equal else 'they were not restored, or are stale'}"
+
+
+def _is_raw_key(name: str, kind: str) -> bool:
+    """Return True for a random key of the old kind: numbers, known by its name."""
+    last = name.rpartition(".")[2].lower()
+    return kind.startswith("uint32[") and kind != "uint32[]" and ("rng" in last or "key" in last)
+
+
+def _is_counter(kind: str) -> bool:
+    return kind == "int" or (kind.endswith("[]") and kind.startswith(_COUNTERS))
+
+
+def _one_part(one: Array, two: Array, differing: Sequence[int]) -> int | None:
+    """Return the part that alone differs in all of some leaves, or None."""
+    found = set()
+    for number in differing:
+        if one[number]["split"] != two[number]["split"] or one[number]["split"] < 2:
+            return None
+        found.add(tuple(np.flatnonzero(one[number]["parts"] != two[number]["parts"]).tolist()))
+    parts = found.pop()
+    return parts[0] if not found and len(parts) == 1 else None
+
+
+def _branch(names: Sequence[str]) -> str:
+    """Return the longest branch that all of some leaves are in; empty if there is none."""
+    shared = names[0].split(".")
+    for name in names[1:]:
+        keys = name.split(".")
+        count = 0
+        while count < min(len(shared), len(keys)) and shared[count] == keys[count]:
+            count += 1
+        shared = shared[:count]
+    return ".".join(shared) if len(names) > 1 else names[0]
