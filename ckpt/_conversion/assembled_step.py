@@ -162,7 +162,7 @@ def assemble_step(
             folder=place.folder,
             items=items,
             files=entries,
-            extensions=notes_on_step(items, first.extensions, joint=True),
+            extensions=notes_on_step(items, first.extensions, "joint"),
         )
         sidecars = OrbaxSidecars(one_shot=first.step is None)
         files |= sidecars.of_step(place.step_dir, manifest)

@@ -195,7 +195,7 @@ class Engine(Struct):
         sidecars: The files of steps for other readers.
         extensions: What notes something about the chunks of arrays.
         notes: What extensions say of each step that is saved, by their names.
-        hooks: What extensions do beside the saves of each place of a run.
+        hooks: Given a `Run`, each returns what an extension does beside the saves of its places.
         extension_states: Objects that extensions keep from call to call, by name of the extension.
         now_ns: Clock, in Unix nanoseconds.
         versions: Versions of the libraries that write.
@@ -216,7 +216,7 @@ class Engine(Struct):
     sidecars: Sidecars = NO_SIDECARS
     extensions: tuple[ChunkExtension, ...] = ()
     notes: Mapping[str, Any] = {}
-    hooks: tuple[RunHooks, ...] = ()
+    hooks: tuple[Callable[[Any], RunHooks], ...] = ()
     extension_states: dict[str, Any] = field(default_factory=dict)
     now_ns: Callable[[], int] = time.time_ns
     versions: dict[str, str] = field(default_factory=lambda: dict(_known_versions()))

@@ -75,7 +75,8 @@ class Contract:
 
     def _join(self, engine: Engine) -> None:
         engine.notes = {**engine.notes, CONTRACT_NOTE: self.run}
-        engine.hooks = (*engine.hooks, ContractHooks(self))
+        hooks = ContractHooks(self)
+        engine.hooks = (*engine.hooks, lambda _: hooks)
 
     def _check(self, manifest: Manifest, where: str) -> None:
         check(self, manifest, where)

@@ -229,7 +229,7 @@ def _item_of(storage: Storage, step_dir: str, manifest: Manifest, path: str) -> 
         if manifest.extensions:
             from ckpt.extensions._readers import notes_on_step
 
-            noted = notes_on_step(alone.items, manifest.extensions, is_new=False)
+            noted = notes_on_step(alone.items, manifest.extensions, "part")
             alone = replace(alone, extensions=noted)
         return OpenedStep(storage, step_dir, alone, item=item)
     is_listed = any(f"{each}/".startswith(f"{path}/") for each in manifest.files)

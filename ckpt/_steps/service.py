@@ -244,7 +244,7 @@ def root_service(
 ) -> RootService:
     """Return the service of the root of `storage`, for this process of `job`."""
     names, observers, now_ns = options.names, engine.observers, engine.now_ns
-    hooks = (*hooks, *engine.hooks)
+    hooks = (*hooks, *(made(run) for made in engine.hooks))
     index = StepIndex(storage, names, missing=options.missing, places=run.places)
     processes = job.at(index, engine.staging.backlog)
     rules = options.keep, options.deletion, engine.sidecars

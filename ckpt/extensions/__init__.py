@@ -12,6 +12,7 @@ import numpy as np
 from ckpt._arguments import one_of
 from ckpt._proof.contract import Contract
 from ckpt._proof.marks import Marks
+from ckpt._proof.rehearsal import Rehearsal
 from ckpt.errors import InvalidArgumentError
 from ckpt.keep._questions import SIGNS_NOTE, LeafNotes
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ckpt._vitals.extension.restored_arrays import ReadFingerprints
     from ckpt._vitals.signs import LeafSigns
 
-__all__ = ["Contract", "Marks", "VitalSigns"]
+__all__ = ["Contract", "Marks", "Rehearsal", "VitalSigns"]
 
 
 @dataclass(frozen=True, slots=True)

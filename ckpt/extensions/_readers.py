@@ -7,7 +7,7 @@ leaves stay as they are, and are never read.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ckpt._proof.run_notes import notes_on_run
 from ckpt.keep._questions import SIGNS_NOTE
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from ckpt._format.leaf_table import Integers, LeafTable
     from ckpt._format.manifest import ItemEntry
     from ckpt._plan.item_reports import MergedNotes
+
+
+# How a step came about, of which extensions say something.
+Made = Literal["new", "joint", "part"]
 
 
 class StoredExtension(Protocol):
@@ -53,11 +57,7 @@ def readers(names: Collection[str]) -> dict[str, StoredExtension]:
 
 
 def notes_on_step(
-    items: Mapping[str, ItemEntry],
-    noted: Mapping[str, Any],
-    *,
-    joint: bool = False,
-    is_new: bool = True,
+    items: Mapping[str, ItemEntry], noted: Mapping[str, Any], made: Made = "new"
 ) -> dict[str, Any]:
     """Return what extensions say of a step whose items are new, or others than before.
 
@@ -65,11 +65,11 @@ def notes_on_step(
         items: The items.
         noted: What extensions have said of the step, or None for those that take part. What is not
             known here is dropped, as it may not be true any more.
-        joint: True if several processes have saved the items, which are new.
-        is_new: False if they are a part of a step that is read, so that nothing is lost.
+        made: `joint` if several processes have saved the items, which are new; `part` if they are
+            a part of a step that is read, of which nothing is lost.
     """
     known = readers({*noted, *(name for it in items.values() for name in it.leaves.extensions)})
-    of_run = notes_on_run(noted, known if is_new else noted)
-    for each in known.values() if joint else ():
+    of_run = notes_on_run(noted, noted if made == "part" else known)
+    for each in known.values() if made == "joint" else ():
         each.merged(items)
     return of_run | {name: each.of_step(items) for name, each in known.items()}

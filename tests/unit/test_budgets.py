@@ -51,7 +51,7 @@ LINES = {
     "_tree": 1451,
     "_vitals": 1300,
     "cli": 2248,
-    "extensions": 108,
+    "extensions": 106,
     "extensions/_interface": 20,
     "handlers": 1330,
     "keep": 632,
@@ -63,7 +63,7 @@ LINES = {
 }
 MODULES = 344
 # Modules that later features have brought, in the rooms of their own.
-LATER_MODULES = 12
+LATER_MODULES = 13
 # Code lines of the module with the names of Orbax.
 ORBAX_MODULE = 2_500
 # Code lines and modules of the benchmarks, which are no part of the package.

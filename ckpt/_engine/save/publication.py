@@ -88,7 +88,7 @@ def _notes(session: SaveSession, items: Mapping[str, ItemEntry], *, joint: bool)
         return {}
     from ckpt.extensions._readers import notes_on_step
 
-    return notes_on_step(items, noted, joint=joint)
+    return notes_on_step(items, noted, "joint" if joint else "new")
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

@@ -78,7 +78,7 @@ class Noted:
     hooks: Noting = field(default_factory=Noting)
 
     def _join(self, engine: Any) -> None:
-        engine.hooks = (*engine.hooks, self.hooks)
+        engine.hooks = (*engine.hooks, lambda _: self.hooks)
 
 
 def manager(root: Path, hooks: Noting, **options: Any) -> ckpt.sync.CheckpointManager:
