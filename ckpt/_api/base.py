@@ -113,6 +113,10 @@ class ManagerBase:
         """
         timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
         one_of("mode", mode, get_args(OpenMode))
+        if "CKPT_DRILL_ROOT" in os.environ and mode != "r":
+            from ckpt._proof.drill_root import in_scratch
+
+            mode, (root, trash, tiers) = "a", in_scratch(root, trash, tiers)
         storage = open_root(root, timeouts, create=mode == "a")
         if save_when is not None:
             check_save_policy(save_when)

@@ -134,9 +134,8 @@ def fresh_state(init: Any, items: Mapping[str, Any] | None) -> Any:
                 f"resume(): {what} is the class {each.__name__}, and a new run needs an object: "
                 f"{each.__name__}(...), or a function that returns one"
             )
-    if items is None:
-        return init() if is_function(init) else init
-    return {name: each() if is_function(each) else each for name, each in items.items()}
+    made = {name: each() if is_function(each) else each for name, each in given.items()}
+    return made[""] if items is None else made
 
 
 def resume_target(init: Any, items: Mapping[str, Any] | None, like: Any, adapt: Any = None) -> Any:
@@ -180,11 +179,8 @@ def _target(fresh: Any, adapt: Any) -> Any:
         return abstract(fresh)
     except InvalidArgumentError as error:
         # Checked here and not when the run begins: a run must not fail at its first restart.
-        logger.warning(
-            "%s is called for a target, which takes the memory of a second state: %s",
-            _name(fresh),
-            error,
-        )
+        text = "%s is called for a target, which takes the memory of a second state: %s"
+        logger.warning(text, _name(fresh), error)
         return fresh()
 
 

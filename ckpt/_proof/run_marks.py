@@ -24,7 +24,7 @@ from ckpt._proof.mark_notes import FOLDER, MOST_BYTES, encode_marks, marks_of_ru
 from ckpt._proof.marks import SETTINGS, Marks
 from ckpt._proof.state_marks import StateMark
 from ckpt._proof.state_pass import BegunMark, StatePass
-from ckpt._proof.verdicts import DRIFT, Difference, difference
+from ckpt._proof.verdicts import Repetition
 from ckpt._redaction import redact
 from ckpt._runtime.loop import EngineLoop
 from ckpt._runtime.threads import run_in_thread
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ckpt")
 
-_MOST_NAMED = 5
 # Marks that wait to be taken, at most: a store may not answer for minutes.
 _MOST_BEGUN = 100
 # Name of the marks of a manager among the objects that its engine keeps for extensions.
@@ -60,22 +59,19 @@ class RunMarks(Struct, eq=False):
     _pass: StatePass = field(default_factory=StatePass)
     _begun: deque[BegunMark] = field(default_factory=deque)
     _taking: anyio.Lock | None = None
-    # The marks to repeat by step, once they are read; those of steps that came are gone.
-    _earlier: dict[int, StateMark] | None = None
+    # The comparison with an earlier run, once its marks are read.
+    _repetition: Repetition | None = None
     # The marks of the note that is being filled, and its name.
     _filling: list[StateMark] = field(default_factory=list)
     _note: str = ""
     _run: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
-    # First and last step of those that were repeated without a difference so far.
-    _repeated: tuple[int, int] | None = None
-    _found: Difference | None = None
-    _drifts: bool = False
     _is_said: set[str] = field(default_factory=set)
 
     def begin(self, step: int, state: object) -> None:
         """Begin a mark; see `CheckpointManager.mark`. Called on the caller's thread."""
-        if self.settings.on_difference == "raise" and self._found is not None:
-            raise NotRepeatedError(_text(self._found), step=self._found.step)
+        found = self._repetition and self._repetition.found
+        if found and self.settings.on_difference == "raise":
+            raise NotRepeatedError(str(found), step=found.step)
         if step % self.settings.every:
             return
         begun = self._pass.begin(step, state)
@@ -105,8 +101,8 @@ class RunMarks(Struct, eq=False):
                         f"{leaf} as other devices, and do not: a device may be faulty, or the "
                         "program lets its replicas drift apart",
                     )
-                if self._earlier is None:
-                    self._earlier = await self._read_earlier(begun.step)
+                if self._repetition is None:
+                    self._repetition = Repetition(await self._read_earlier(begun.step))
                 self._compare(mark, begun)
                 if self._filling and self._filling[0].layout != mark.layout:
                     self._filling.clear()
@@ -121,28 +117,19 @@ class RunMarks(Struct, eq=False):
         return {each: mark for each, mark in earlier.items() if each >= step}
 
     def _compare(self, mark: StateMark, begun: BegunMark) -> None:
-        """Compare a mark with that of an earlier process; say what is found, once."""
-        assert self._earlier is not None
-        before = self._earlier.pop(mark.step, None)
-        if before is not None and self._found is None:
-            follows = self._repeated is not None
-            found = difference(before, mark, follows_equal=follows, holders=begun.holders)
-            if found is None or (self._drifts and found.distance <= DRIFT):
-                first = mark.step if self._repeated is None else self._repeated[0]
-                self._repeated = first, mark.step
-            elif found.is_rounding:
-                self._drifts = True
-                self._repeated = self._repeated or (mark.step, mark.step)
-                self._say("rounding", _rounding_text(found))
-            else:
-                self._found, self._repeated = found, None
-                logger.warning("%s: %s", redact(self.storage.location), _text(found))
-        if self._repeated is not None and max(self._earlier, default=-1) < mark.step:
-            first, last = self._repeated
-            self._repeated = None
+        """Compare a mark with that of an earlier run; say what is found, once."""
+        repetition, where = self._repetition, redact(self.storage.location)
+        assert repetition is not None
+        told = repetition.compare(mark, begun.holders)
+        if told is not None:
+            logger.warning("%s: %s", where, told)
+        if repetition.steps is None or not repetition.is_over_at(mark.step):
+            return
+        first, last = repetition.steps
+        repetition.steps = None
+        if repetition.found is None:
             steps = f"step {first} was" if first == last else f"steps {first} to {last} were"
-            how = "within the rounding of the program" if self._drifts else "exactly"
-            logger.info("%s: %s repeated %s", redact(self.storage.location), steps, how)
+            logger.info("%s: %s repeated %s", where, steps, repetition.how)
 
     async def _keep(self, mark: StateMark) -> None:
         """Write a mark to the note that is being filled."""
@@ -167,27 +154,6 @@ class RunMarks(Struct, eq=False):
         if what not in self._is_said:
             self._is_said.add(what)
             logger.warning("%s: %s", redact(self.storage.location), text)
-
-
-def _named(found: Difference) -> str:
-    more = len(found.leaves) - _MOST_NAMED
-    named = ", ".join(f"{name:.80}" for name in found.leaves[:_MOST_NAMED])
-    return f"{named} and {more} more" if more > 0 else named
-
-
-def _text(found: Difference) -> str:
-    return (
-        f"step {found.step} is not what it was when it was run before: {found.cause}. "
-        f"Different: {_named(found)}"
-    )
-
-
-def _rounding_text(found: Difference) -> str:
-    return (
-        f"step {found.step} was not repeated bit for bit, and differs by rounding alone "
-        f"({found.distance:.0e} of the norm at most): the program is not deterministic. From now "
-        "on, marks are compared within a tolerance"
-    )
 
 
 def mark(service: RootService, step: SupportsIndex, state: object) -> None:

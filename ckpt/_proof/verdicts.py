@@ -20,6 +20,10 @@ Holders = Callable[[int, int], Sequence[str]]
 _COUNTERS = ("int", "uint")
 
 
+def _nobody(_leaf: int, _part: int) -> Sequence[str]:
+    return ()
+
+
 class Difference(Struct, frozen=True):
     """Two marks of one step that are not the same.
 
@@ -38,13 +42,73 @@ class Difference(Struct, frozen=True):
     distance: float
     is_rounding: bool
 
+    def __str__(self) -> str:
+        if self.is_rounding:
+            return (
+                f"step {self.step} was not repeated bit for bit, and differs by rounding alone "
+                f"({self.distance:.0e} of the norm at most): the program is not deterministic. "
+                "From now on, marks are compared within a tolerance"
+            )
+        more = len(self.leaves) - _MOST_NAMED
+        named = ", ".join(f"{name:.80}" for name in self.leaves[:_MOST_NAMED])
+        return (
+            f"step {self.step} is not what it was when it was run before: {self.cause}. "
+            f"Different: {named}{f' and {more} more' if more > 0 else ''}"
+        )
+
+
+class Repetition(Struct):
+    """The comparison of a run with one that went through the same steps before.
+
+    Attributes:
+        earlier: The marks of the run before, by step; those that were compared are gone.
+        steps: First and last step of those that were the same in a row, up to now.
+        rounding: The first difference of rounding alone; from then on there is a tolerance.
+        found: The first difference that is more than that. Nothing is compared after it.
+    """
+
+    earlier: dict[int, StateMark]
+    steps: tuple[int, int] | None = None
+    rounding: Difference | None = None
+    found: Difference | None = None
+
+    @property
+    def how(self) -> str:
+        """How well the steps were repeated."""
+        return "exactly" if self.rounding is None else "within the rounding of the program"
+
+    def is_over_at(self, step: int) -> bool:
+        """Return True if no later step was marked before."""
+        return max(self.earlier, default=-1) < step
+
+    def compare(self, mark: StateMark, holders: Holders = _nobody) -> Difference | None:
+        """Compare a step; return what there is to tell, once for each kind of difference.
+
+        Args:
+            mark: The mark of this run.
+            holders: Returns the devices that hold a part of a leaf of it, by their numbers.
+        """
+        before = self.earlier.pop(mark.step, None)
+        if before is None or self.found is not None:
+            return None
+        found = difference(before, mark, follows_equal=self.steps is not None, holders=holders)
+        is_known = found is not None and self.rounding is not None and found.distance <= DRIFT
+        if found is None or found.is_rounding or is_known:
+            self.steps = mark.step if self.steps is None else self.steps[0], mark.step
+            if found is None or self.rounding is not None:
+                return None
+            self.rounding = found
+        else:
+            self.found = found
+        return found
+
 
 def difference(
     before: StateMark,
     now: StateMark,
     *,
     follows_equal: bool = False,
-    holders: Holders = lambda _leaf, _part: (),
+    holders: Holders = _nobody,
 ) -> Difference | None:
     """Return the difference between two marks of one step; None if they are the same.
 

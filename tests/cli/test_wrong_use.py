@@ -39,6 +39,7 @@ CALLS: dict[str, tuple[str, ...]] = {
 }
 WITHOUT_PATH = {
     "completion": "prints what a shell needs",
+    "drill": "takes a program; see test_drill",
     "trace": "takes a file of events; see test_trace_command",
     "watch": "waits for a root that is not there; see test_watch_command",
     "doctor": "looks at what is above a path that is not there; see test_doctor",

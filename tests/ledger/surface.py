@@ -86,7 +86,7 @@ def _python() -> Iterator[Feature]:
 
 _TESTING = (
     *("ckpt.testing.compare", "ckpt.testing.conformance"),
-    *("ckpt.testing.coordination", "ckpt.testing.strategies"),
+    *("ckpt.testing.coordination", "ckpt.testing.drill", "ckpt.testing.strategies"),
 )
 
 

@@ -31,7 +31,7 @@ JOBS = (
 LINES = {
     "(jobs)": 3249,
     "(modules of the root)": 1541,
-    "_api": 975,
+    "_api": 974,
     # The right name for one that is unknown.
     "_api/hints": 84,
     "_calls": 769,
@@ -51,6 +51,7 @@ LINES = {
     "_tree": 1451,
     "_vitals": 1300,
     "cli": 2248,
+    "cli/commands/drill": 51,
     "extensions": 106,
     "extensions/_interface": 20,
     "handlers": 1330,
@@ -60,10 +61,11 @@ LINES = {
     "save_when": 234,
     "storage": 4554,
     "testing": 1574,
+    "testing/drill": 15,
 }
 MODULES = 344
 # Modules that later features have brought, in the rooms of their own.
-LATER_MODULES = 13
+LATER_MODULES = 17
 # Code lines of the module with the names of Orbax.
 ORBAX_MODULE = 2_500
 # Code lines and modules of the benchmarks, which are no part of the package.

@@ -15,7 +15,7 @@ import click
 # As the help shows them.
 GROUPS = {
     "Look": ("ls", "show", "watch", "ui", "stats", "trace"),
-    "Compare": ("diff", "bisect", "verify"),
+    "Compare": ("diff", "bisect", "verify", "drill"),
     "Move": ("cp", "convert", "merge"),
     "Tidy": ("rm", "trash", "gc", "pin"),
     "This machine": ("doctor", "completion"),

@@ -1,0 +1,134 @@
+"""The drill, with real programs and kills."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckpt
+from ckpt._proof.drill import drill
+from ckpt._proof.drill_root import in_scratch
+from ckpt.errors import CheckpointError, InvalidArgumentError
+from ckpt.testing.drill import resume_drill
+from tests.support.command import ckpt_command
+from tests.support.paths import PROGRAMS
+
+__all__ = ["resume_drill"]
+PROGRAM = PROGRAMS / "train_for_drill.py"
+SEED = 3
+
+
+def program(tmp_path: Path, fault: str = "") -> list[str]:
+    return [sys.executable, str(PROGRAM), str(tmp_path / "own"), fault]
+
+
+def test_a_program_that_resumes_repeats_its_steps_and_its_root_stays_as_it_was(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "own").mkdir()
+    scratch = tmp_path / "scratch"
+    found = drill(program(tmp_path), steps=10, devices=[2], seed=SEED, scratch=scratch)
+    assert found.ok, found
+    ((last, first),) = found.kills
+    assert first <= last + 1
+    assert found.steps == (first, 10)
+    assert str(found).endswith(f"steps {first} to 10 were repeated exactly")
+    assert sorted(os.listdir(tmp_path)) == ["own", "scratch"]
+    assert os.listdir(tmp_path / "own") == []
+    assert "devices: 2" in (scratch / "killed-1.log").read_text()
+
+
+def test_a_program_that_resumes_wrongly_is_told_step_and_leaf(tmp_path: Path) -> None:
+    call = [
+        "drill",
+        "--steps",
+        "10",
+        "--seed",
+        str(SEED),
+        "--json",
+        "--",
+        *program(tmp_path, "stale"),
+    ]
+    ran = ckpt_command(*call)
+    assert ran.status == 1, ran.err
+    found = ran.json
+    assert found["leaves"] == ["m"]
+    assert found["step"] == found["kills"][0][1]
+    assert (
+        "only some leaves in m differ: they were not restored, or are stale" in found["difference"]
+    )
+    assert "ckpt: killed it after step" in ran.err
+
+
+def test_a_program_that_begins_again_is_found(tmp_path: Path, resume_drill: Any) -> None:
+    with pytest.raises(pytest.fail.Exception, match="began again at step 0: it does not resume"):
+        resume_drill(program(tmp_path, "does not resume"), steps=10, seed=SEED)
+
+
+def test_without_a_seed_nothing_is_known(tmp_path: Path) -> None:
+    found = drill(program(tmp_path, "without seed"), steps=10, seed=SEED)
+    assert not found.ok
+    assert not found.is_repeatable
+    assert "two runs from the beginning differ already" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("no mark", "has made no mark .call mgr.mark"),
+        ("fails", "ended with status 1. Its last output:\nno GPU was found"),
+        ("saves nothing", "saved nothing before step 9: save more often"),
+    ],
+)
+def test_a_program_that_cannot_be_drilled_is_told_why(
+    tmp_path: Path, fault: str, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        drill(program(tmp_path, fault), steps=10)
+
+
+def test_bad_arguments() -> None:
+    for given in ({"steps": 1}, {"kills": 0}, {"devices": [0]}):
+        with pytest.raises(InvalidArgumentError, match=next(iter(given))):
+            drill(["true"], **given)
+    with pytest.raises(InvalidArgumentError, match="no-such-program"):
+        drill(["no-such-program"])
+    with pytest.raises(InvalidArgumentError, match="command"):
+        drill([])
+
+
+def test_options_of_the_command() -> None:
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    for options, told in (
+        (["--kills", "0"], "kills=0: expected a whole number, 1 or more"),
+        (["--devices", "0"], "devices=0: expected a whole number, 1 or more"),
+        (["--timeout", "1s"], "has made no mark"),
+        (["--step", "3"], "--step"),
+    ):
+        ran = ckpt_command("drill", *options, "--", *sleep)
+        assert ran.status == 2
+        assert told in ran.err
+
+
+def test_all_places_of_a_manager_are_scratch_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_DRILL_ROOT", str(tmp_path))
+    tiers = [ckpt.tiers.SharedMemory(), ckpt.tiers.Tier("/nvme/run")]
+    places = [
+        in_scratch(root, "/elsewhere/trash", tiers)
+        for root in ("s3://bucket/run", "run", ckpt.storage.S3("s3://bucket/run"))
+    ]
+    for root, trash, (memory, near) in places:
+        assert root.parent == tmp_path
+        assert root.name.startswith("run-")
+        assert trash is None
+        assert memory is tiers[0]
+        assert near.path.parent == tmp_path
+        assert near.path != root
+    assert places[0][0] == places[2][0] != places[1][0]
+    assert in_scratch("run", "trash", ())[1:] == ("trash", [])
