@@ -31,6 +31,7 @@ from ckpt.errors import (
     UnsupportedFormatError,
 )
 from ckpt.keep._keep_policies import Latest
+from ckpt.keep._ranking import Within
 from ckpt.storage._local.config import translated
 from ckpt.storage._local.storage import LocalStorage
 
@@ -56,8 +57,8 @@ class Rehearsal:
     Each process that may write makes a small file in each place of the run, with the credentials
     of the run, reads it, lists it and deletes it. Then it compares the size of the newest step with
     the space and the number of files that are left on disks, and with the steps that
-    `keep=Latest(n)` will keep. In an empty root it does so after the first step. Nothing is written
-    with `mode="r"`, nor where a directory holds other things than steps.
+    `keep=Latest(n)` or `keep=Within(...)` will keep. In an empty root it does so after the first
+    step. Nothing is written with `mode="r"`, nor where a directory holds other things than steps.
 
     What is wrong is an ERROR line at once, and the first `save` raises it. Opening does not wait
     for the rehearsal; the first `save` does.
@@ -131,7 +132,11 @@ class RehearsalHooks(RunHooks):
             self._unsized.append(root)
             return []
         keep, present = root.options.keep, len(await root.index.refresh())
-        coming = max(1, keep.n + 1 - present) if isinstance(keep, Latest) else 1
+        coming = 1
+        if isinstance(keep, Latest):
+            coming = max(1, keep.n + 1 - present)
+        elif isinstance(keep, Within):
+            coming = max(1, keep.nbytes // max(newest.stored_bytes or 1, 1) + 1 - present)
         where = root.storage.location
         with translated("ask for the space of", where):
             left = await run_in_thread(os.statvfs, where)

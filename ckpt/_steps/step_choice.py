@@ -58,6 +58,7 @@ def saved_step(
         groups=indexed.groups,
         left_behind=indexed.created_ns in behind,
         custom_metadata=metadata,
+        nbytes=indexed.stored_bytes,
         **asdict(indexed.notes if notes is None else notes),
     )
 

@@ -229,9 +229,7 @@ class StepMetadata:
                         place = f"the array at {leaf.same_as:.80}"
                     rows.append(LeafRow(where, _leaf_type(leaf), leaf.nbytes, place + _mark(leaf)))
                 else:
-                    rows.append(
-                        LeafRow(where, "a function" if leaf is ... else _value_text(leaf), None, "")
-                    )
+                    rows.append(LeafRow(where, _value_text(leaf), None, ""))
         return rows
 
 
@@ -248,7 +246,7 @@ def _value_text(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         # Python refuses to write thousands of digits, and they would not help the reader.
         return f"an integer of {value.bit_length()} bits"
-    return f"{value!r:.60}"
+    return "a function" if value is ... else f"{value!r:.60}"
 
 
 def _leaf_type(leaf: LeafInfo) -> str:

@@ -23,7 +23,7 @@ from ckpt.keep._keep_policies import (
     steps_kept,
 )
 from ckpt.keep._questions import SavedStep
-from ckpt.keep._ranking import Best, Metric, Mode, best_of, ranking_of
+from ckpt.keep._ranking import Best, Metric, Mode, Within, best_of, ranking_of
 
 __all__ = [
     "All",
@@ -42,6 +42,7 @@ __all__ = [
     "Newer",
     "SavedStep",
     "Steps",
+    "Within",
     "best_of",
     "check_keep_policy",
     "ranking_of",

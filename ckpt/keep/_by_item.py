@@ -106,7 +106,7 @@ def text_of(policy: KeepPolicyLike) -> str:
 
 def _written(policy: object) -> str:
     name = type(policy).__name__
-    if isinstance(policy, AnyOf):
+    if type(policy) is AnyOf:
         return f"{name}({', '.join(map(_written, policy.policies))})"
     if dataclasses.is_dataclass(policy) and type(policy).__module__.startswith("ckpt.keep"):
         fields = dataclasses.fields(policy)

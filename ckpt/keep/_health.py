@@ -107,19 +107,19 @@ def why_not_healthy(saved: SavedStep, allow: Sequence[str]) -> str:
                 hint = near_miss(pattern, paths)
                 reasons.append(f"allow={shown(pattern)} fits none of its leaves like that{hint}")
     if saved.unequal_leaves:
-        of = "1 leaf" if saved.unequal_leaves == 1 else f"{saved.unequal_leaves} leaves"
+        of = _leaves(saved.unequal_leaves)
         reasons.append(f"replicas of {of} differ{_list_names(saved.unequal)}")
-    if not reasons and saved.nonfinite_leaves is None:
-        reasons.append(
-            "its vital signs are not known: save with extensions=[ckpt.extensions.VitalSigns()]"
-        )
-    elif not reasons and saved.unknown_leaves:
-        of = "1 leaf" if saved.unknown_leaves == 1 else f"{saved.unknown_leaves} leaves"
-        reasons.append(
-            f"the vital signs of {of} are not known: save with "
-            "extensions=[ckpt.extensions.VitalSigns()]"
-        )
+    if not reasons and (saved.unknown_leaves or saved.nonfinite_leaves is None):
+        signs = f"the vital signs of {_leaves(saved.unknown_leaves)}"
+        if saved.nonfinite_leaves is None:
+            signs = "its vital signs"
+        advice = "save with extensions=[ckpt.extensions.VitalSigns()]"
+        reasons.append(f"{signs} are not known: {advice}")
     return "; ".join(reasons)
+
+
+def _leaves(count: int) -> str:
+    return "1 leaf" if count == 1 else f"{count} leaves"
 
 
 def last_resort(

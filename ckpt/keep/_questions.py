@@ -44,6 +44,7 @@ class SavedStep:
             is known. It is known to keep policies.
         custom_metadata: The `custom_metadata=` that it was saved with, for keep policies of your
             own; None otherwise, and for a step of Orbax.
+        nbytes: Bytes of its files; None for a step that is being saved, or of another library.
     """
 
     step: int
@@ -57,6 +58,7 @@ class SavedStep:
     groups: Mapping[str, Any] | None = None
     left_behind: bool = False
     custom_metadata: Any = None
+    nbytes: int | None = None
 
 
 class LeafNotes(Struct, frozen=True):
@@ -77,10 +79,8 @@ NO_NOTES = LeafNotes()
 
 def notes_in(head: Any) -> LeafNotes:
     """Return the notes that a manifest, or the head of one, has; they name no leaf."""
-    noted = head.extensions.get(SIGNS_NOTE)
-    if noted is not None:
-        with contextlib.suppress(ValidationError):
-            return convert(noted, LeafNotes)
+    with contextlib.suppress(ValidationError):
+        return convert(head.extensions.get(SIGNS_NOTE, {}), LeafNotes)
     return NO_NOTES
 
 

@@ -1,16 +1,22 @@
-"""`Best`, and the ranking of steps by a metric."""
+"""`Best` and `Within`: steps that are ranked, by a metric, or by what other policies like best."""
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ckpt._arguments import invalid, shown, true_or_false, whole_number
 from ckpt.errors import InvalidArgumentError
-from ckpt.keep._keep_policies import members_of
+from ckpt.keep._keep_policies import All, KeepPolicyLike, members_of, steps_kept
+from ckpt.keep._keep_policies import Any as AnyOf
 from ckpt.keep._questions import SavedStep, ask, name_of
+
+logger = logging.getLogger("ckpt")
 
 Metric = str | Callable[[Mapping[str, Any]], float | None]
 Mode = Literal["min", "max"]
@@ -170,3 +176,112 @@ def _looked_up(
         return metric(dict(metrics))
     except KeyError:
         return None
+
+
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKMGTP]?)(i?)B\s*")
+_UNITS = "kmgtp"
+# Newest steps and sizes of which a log line has told what is left.
+_said: set[tuple[int, int]] = set()
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Within(AnyOf):
+    """Keeps what other policies like best, inside a size.
+
+    Each policy in turn gets the step that it likes best, then the next one, and so on, as long as
+    they fit: of `Best` the steps with the best metric first, of others the greatest step first. The
+    greatest step always stays. A step counts with all of its files, also with those that it shares
+    with another one; one whose size is not known, such as a step of Orbax, does not count. During a
+    save there is one step more.
+
+    After a save, one INFO line says what that leaves of the size. A warning says so if two more
+    saves of the newest size will not fit, even if all other steps go.
+
+    Attributes:
+        policies: What is kept inside the size; without any, the greatest steps.
+        nbytes: The size, in bytes. It is given first, as a text such as `"2 TB"` or `"500 GiB"`, or
+            as such.
+
+    Raises:
+        InvalidArgumentError: The size is not understood, or a policy is none.
+
+    Example:
+        ```python
+        policy = ckpt.keep.Within("2 TB", ckpt.keep.Best(5, "loss", "min"), ckpt.keep.Latest(50))
+        mgr = ckpt.CheckpointManager(root, keep=policy)
+        ```
+    """
+
+    nbytes: int
+
+    def __init__(self, size: str | int, *policies: KeepPolicyLike) -> None:
+        AnyOf.__init__(self, *(policies or (All(),)))
+        object.__setattr__(self, "nbytes", _bytes_in(size))
+
+    def __repr__(self) -> str:
+        given = "" if self.policies == (All(),) else ", ".join(["", *map(repr, self.policies)])
+        return f"Within({self.nbytes}{given})"
+
+    def keep(self, steps: Sequence[SavedStep], now: float) -> frozenset[int]:
+        """Return the chosen ones of `steps`."""
+        if not steps:
+            return frozenset()
+        sizes = {each.step: each.nbytes for each in steps}
+        newest = steps[-1].step
+        first = sizes[newest] or 0
+        left, kept = self.nbytes - first, {newest}
+        wishes = [_liked(each, steps, now) for each in members_of(self)]
+        for step in itertools.chain(*itertools.zip_longest(*wishes)):
+            if step is not None and step not in kept:
+                nbytes = sizes[step]
+                if nbytes is None or nbytes <= left:
+                    kept.add(step)
+                    left -= nbytes or 0
+        self._say(newest, first, len(kept), left)
+        return frozenset(kept)
+
+    def _say(self, newest: int, nbytes: int, count: int, left: int) -> None:
+        if (newest, self.nbytes) in _said:
+            return
+        _said.add((newest, self.nbytes))
+        size = _text(self.nbytes)
+        logger.info("%d steps are kept, which leaves %s of %s", count, _text(left), size)
+        if 3 * nbytes > self.nbytes:
+            logger.warning(
+                "two more saves like step %d, of %s each, will not fit into %s beside it: give "
+                "keep.Within a greater size, or save less",
+                newest,
+                _text(nbytes),
+                size,
+            )
+
+
+def _liked(policy: object, steps: Sequence[SavedStep], now: float) -> Iterator[int]:
+    """Yield the steps that a policy keeps; the one it likes best comes first."""
+    kept = steps_kept(policy, steps, now)  # type: ignore[arg-type]
+    rest = [each for each in steps if each.step in kept]
+    if isinstance(policy, Best):
+        while (best := best_of(rest, policy.metric, policy.mode)) is not None:
+            yield best
+            rest = [each for each in rest if each.step != best]
+    yield from (each.step for each in reversed(rest))
+
+
+def _bytes_in(size: object) -> int:
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    found = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    nbytes = 0
+    if found is not None:
+        power = _UNITS.find(found[2].lower()) + 1 if found[2] else 0
+        nbytes = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if not nbytes:
+        raise invalid("size", size, "a size such as '2 TB' or '500 GiB', or bytes", of="Within")
+    return nbytes
+
+
+def _text(nbytes: int) -> str:
+    """Return a size as disks are sold, such as `1.5 TB`."""
+    power = min(len(_UNITS), (len(str(max(nbytes, 0))) - 1) // 3)
+    unit = f"{_UNITS[power - 1].upper() if power else ''}B".replace("KB", "kB")
+    return f"{max(nbytes, 0) / 1000**power:.3g} {unit}"
