@@ -225,7 +225,8 @@ class ManagerBase:
 
         Args:
             step: The step.
-            state: A tree that `save` takes. Other leaves than before are a difference.
+            state: A tree that `save` takes. It may have objects that know their own state, such as
+                data iterators. Other leaves than before are a difference.
 
         Raises:
             NotRepeatedError: A step differed, and `Marks(on_difference="raise")` is set.

@@ -65,6 +65,7 @@ class RunMarks(Struct, eq=False):
     _filling: list[StateMark] = field(default_factory=list)
     _note: str = ""
     _run: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    _is_late: bool = False
     _is_said: set[str] = field(default_factory=set)
 
     def begin(self, step: int, state: object) -> None:
@@ -78,7 +79,11 @@ class RunMarks(Struct, eq=False):
         if not self.is_writer:
             return
         if len(self._begun) >= _MOST_BEGUN:
-            self._say("late", "marks come faster than they can be kept, and some are left out")
+            # Nothing is wrong with the run.
+            if not self._is_late:
+                where = redact(self.storage.location)
+                logger.info("%s: steps are faster than their marks, and some have none", where)
+            self._is_late = True
             return
         self._begun.append(begun)
         self.loop.submit(self._take)

@@ -9,6 +9,8 @@ from msgspec import Struct
 
 Array = np.ndarray[Any, Any]
 
+# The kind of objects that know their own state begins with this.
+ITERATOR = "state of"
 # Parts of an array that are told apart: its shards, or groups of them.
 MOST_PARTS = 8
 # A leaf of a mark.
@@ -36,7 +38,7 @@ class StateLayout(Struct, frozen=True, gc=False):
     Attributes:
         names: The leaf paths.
         kinds: Kind of each leaf: the dtype of an array with its shape, such as `float32[8,4]`;
-            `key` and its shape; or the type of a Python value.
+            `key`, its implementation and its shape; or `state of` and a class.
     """
 
     names: tuple[str, ...]

@@ -24,7 +24,7 @@ from msgspec import Struct, field
 from ckpt._engine.memory.staging import host_bytes
 from ckpt._format.array_format import DTYPES
 from ckpt._format.manifest_head import digest
-from ckpt._proof.state_marks import MARK, MOST_PARTS, StateLayout, StateMark, part_of
+from ckpt._proof.state_marks import ITERATOR, MARK, MOST_PARTS, StateLayout, StateMark, part_of
 from ckpt._tree.leaf_specs import Classifier, is_function
 from ckpt._tree.structure import describe
 from ckpt._vitals.extension.device_pass import column_factors, reduced, row_factors
@@ -132,6 +132,11 @@ class StatePass(Struct):
         kinds: list[str] = []
         groups: dict[Any, list[tuple[int, _Kind, jax.Array]]] = {}
         for number, (name, leaf) in enumerate(zip(structure.names, structure.leaves, strict=True)):
+            state = _state_of(leaf)
+            if state is not None:
+                kinds.append(f"{ITERATOR} {type(leaf).__name__}")
+                leaves[number]["fingerprint"] = state
+                continue
             found = self._classifier.classify(leaf, name)
             is_key = found.kind == "key"
             shape = leaf.shape if is_key else found.shape
@@ -171,6 +176,23 @@ def _place_of(array: jax.Array) -> Mesh | jax.Device | None:
     return None
 
 
+def _state_of(leaf: Any) -> Array | None:
+    """Return a fingerprint of the state of an object that has one, such as an iterator."""
+    for name in ("get_state", "state_dict"):
+        if callable(getattr(type(leaf), name, None)):
+            state = describe(getattr(leaf, name)())
+            parts = (
+                each.encode() + _on_host(value).tobytes()
+                for each, value in zip(state.names, state.leaves, strict=True)
+            )
+            return _hashed(b"".join(parts))
+    return None
+
+
+def _hashed(data: bytes) -> Array:
+    return np.frombuffer(bytes.fromhex(digest(data)[:16]), np.uint32)
+
+
 def _on_host(leaf: Any) -> Array:
     """Return the mark of a leaf that no device looks at."""
     mark = np.zeros((), MARK)
@@ -180,7 +202,7 @@ def _on_host(leaf: Any) -> Array:
     array = np.asarray(leaf) if isinstance(leaf, bool | int | float | jax.Array) else leaf
     if not isinstance(array, np.ndarray | np.generic) or array.dtype.name not in DTYPES:
         text = array.tobytes() if isinstance(array, np.ndarray) else repr(leaf).encode()
-        mark["fingerprint"] = np.frombuffer(bytes.fromhex(digest(text)[:16]), np.uint32)
+        mark["fingerprint"] = _hashed(text)
         return mark
     signs = box_signs(host_bytes(array), (0,) * array.ndim, array.shape, array.dtype, len)
     mark["fingerprint"], mark["norm"] = signs["fingerprint"], signs["norm"]

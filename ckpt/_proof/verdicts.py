@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from ckpt._proof.state_marks import Array, StateMark
+from ckpt._proof.state_marks import ITERATOR, Array, StateMark
 
 # A difference of rounding alone: values that differ by no more than this part of their norm.
 ROUNDING = 1e-5
@@ -197,6 +197,12 @@ def _cause(
         return (
             f"the random key {names[keys[0]]} differs: its state was forgotten, or it was used "
             "once more or once less"
+        )
+    moved_on = [n for n in differing if kinds[n].startswith(ITERATOR)]
+    if moved_on:
+        return (
+            f"the iterator {names[moved_on[0]]} is at another place: it began again, or is some "
+            "elements off"
         )
     if counters and not others:
         return f"only a counter differs ({counted}): it is off, or was not restored"

@@ -20,6 +20,7 @@ import ckpt.sync
 from ckpt.errors import NotRepeatedError, ReadOnlyError, UnsupportedLeafError
 from ckpt.storage._local.storage import LocalStorage
 from tests.behaviour.proof.small_training import SIZE, State, first_state, mesh_of, placed, step_of
+from tests.support.stateful_objects import Counter
 
 SAVED, END = 5, 9
 # Columns of a shard.
@@ -200,6 +201,25 @@ def test_a_fault_after_a_restart_is_named(
     assert f"Different: {leaf}" in said
 
 
+def test_an_iterator_that_begins_again_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for begins_again in (False, True):
+        data = Counter()
+        with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+            start, found = mgr.resume(items={"state": {"n": 0}, "data": data})
+            if begins_again:
+                data.set_state(Counter().get_state())
+            for step in range(start, 6):
+                mgr.mark(step, {"state": found["state"], "data": data})
+                data.count += 1
+                if step == 2:
+                    mgr.save(step, items={"state": found["state"], "data": data})
+    (said,) = warnings(caplog)
+    assert "step 3 is not what it was" in said
+    assert "the iterator data is at another place" in said
+
+
 def test_one_device_that_differs_from_its_replica_is_named(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -298,6 +318,7 @@ def test_marks_of_a_state_that_gets_other_leaves_are_kept_apart(
 def test_marks_that_a_store_is_too_slow_for_are_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    caplog.set_level(logging.INFO, "ckpt")
     answers = threading.Event()
 
     async def put_note(*_: Any, **__: Any) -> bool:
@@ -311,8 +332,8 @@ def test_marks_that_a_store_is_too_slow_for_are_left_out(
                 mgr.mark(step, {"n": step})
         finally:
             answers.set()
-    (said,) = warnings(caplog)
-    assert "marks come faster than they can be kept" in said
+    said = [each.getMessage() for each in caplog.records]
+    assert said.count(f"{tmp_path}: steps are faster than their marks, and some have none") == 1
 
 
 def test_marks_of_arrays_that_are_donated_are_those_of_their_values(
