@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ckpt._arguments import invalid, shown, true_or_false, whole_number
@@ -180,8 +180,6 @@ def _looked_up(
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKMGTP]?)(i?)B\s*")
 _UNITS = "kmgtp"
-# Newest steps and sizes of which a log line has told what is left.
-_said: set[tuple[int, int]] = set()
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -194,8 +192,8 @@ class Within(AnyOf):
     with another one; one whose size is not known, such as a step of Orbax, does not count. During a
     save there is one step more.
 
-    After a save, one INFO line says what that leaves of the size. A warning says so if two more
-    saves of the newest size will not fit, even if all other steps go.
+    After a save, one INFO line says what that leaves of the size. A warning says so, once, if two
+    more saves of the newest size will not fit, even if all other steps go.
 
     Attributes:
         policies: What is kept inside the size; without any, the greatest steps.
@@ -213,10 +211,13 @@ class Within(AnyOf):
     """
 
     nbytes: int
+    # The newest step of which a log line has told what is left, and whether two more fit.
+    _told: dict[str, int] = field(compare=False)
 
     def __init__(self, size: str | int, *policies: KeepPolicyLike) -> None:
         AnyOf.__init__(self, *(policies or (All(),)))
         object.__setattr__(self, "nbytes", _bytes_in(size))
+        object.__setattr__(self, "_told", {})
 
     def __repr__(self) -> str:
         given = "" if self.policies == (All(),) else ", ".join(["", *map(repr, self.policies)])
@@ -241,12 +242,11 @@ class Within(AnyOf):
         return frozenset(kept)
 
     def _say(self, newest: int, nbytes: int, count: int, left: int) -> None:
-        if (newest, self.nbytes) in _said:
+        if self._told.get("newest") == newest:
             return
-        _said.add((newest, self.nbytes))
-        size = _text(self.nbytes)
+        size, is_tight = _text(self.nbytes), 3 * nbytes > self.nbytes
         logger.info("%d steps are kept, which leaves %s of %s", count, _text(left), size)
-        if 3 * nbytes > self.nbytes:
+        if is_tight and not self._told.get("is_tight"):
             logger.warning(
                 "two more saves like step %d, of %s each, will not fit into %s beside it: give "
                 "keep.Within a greater size, or save less",
@@ -254,6 +254,7 @@ class Within(AnyOf):
                 _text(nbytes),
                 size,
             )
+        self._told.update(newest=newest, is_tight=is_tight)
 
 
 def _liked(policy: object, steps: Sequence[SavedStep], now: float) -> Iterator[int]:

@@ -40,8 +40,7 @@ def said(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("ckpt.keep._ranking._said", set())
+def told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ckpt")
 
 
@@ -122,10 +121,11 @@ def test_its_members_are_known() -> None:
 
 
 def test_a_line_says_what_is_left_once_for_each_step(caplog: pytest.LogCaptureFixture) -> None:
+    policy = Within("1 kB")
     for _ in range(2):
-        Within("1 kB").keep(steps(100, 100, 100), 0.0)
+        policy.keep(steps(100, 100, 100), 0.0)
     assert said(caplog, logging.INFO) == ["3 steps are kept, which leaves 700 B of 1 kB"]
-    Within("1 kB").keep(steps(100, 100, 100, 100), 0.0)
+    policy.keep(steps(100, 100, 100, 100), 0.0)
     assert said(caplog, logging.INFO)[1:] == ["4 steps are kept, which leaves 600 B of 1 kB"]
     assert said(caplog, logging.WARNING) == []
 
@@ -134,7 +134,9 @@ def test_a_line_says_what_is_left_once_for_each_step(caplog: pytest.LogCaptureFi
 def test_a_warning_says_that_two_more_saves_will_not_fit(
     nbytes: int, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Within("1 kB").keep(steps(10, nbytes), 0.0)
+    policy = Within("1 kB")
+    for sizes in ((10, nbytes), (10, nbytes, nbytes)):
+        policy.keep(steps(*sizes), 0.0)
     texts = said(caplog, logging.WARNING)
     assert len(texts) == warned
     assert all(each.startswith("two more saves like step 1, of ") for each in texts)
