@@ -90,8 +90,9 @@ class ManagerBase:
                 pattern that matches a leaf applies; a dtype, for all arrays of its kind; or a
                 function of leaf path and `jax.ShapeDtypeStruct` that returns an `ArrayFormat` or
                 None. A pattern that applies to no array of a save is an error.
-            extensions: What is noted beside the arrays: `[ckpt.extensions.VitalSigns()]` takes a
-                fingerprint and the norm of each.
+            extensions: What takes part beside the arrays, from `ckpt.extensions`: `VitalSigns()`
+                takes a fingerprint and the norm of each array, `Contract({...})` says what the run
+                is, and `Rehearsal()` tries what a save will need.
             mode: How the root is opened. `"a"` creates it with the first save if it does not exist.
                 `"r+"` fails if there is no root, or if its steps have other names than those of
                 `step_names`. `"r"` refuses everything that writes, for evaluators; a root that does

@@ -1,4 +1,4 @@
-"""Extensions of a manager or a save: what is noted about arrays beside their bytes."""
+"""Extensions of a manager or a save: what is noted beside the arrays, and what guards a run."""
 
 from __future__ import annotations
 

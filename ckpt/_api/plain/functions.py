@@ -142,7 +142,7 @@ def save(
             since jax arrays cannot be donated before the call returns. Not with `durable=False`.
         formats: How arrays are stored: `{pattern of leaf paths: ArrayFormat}`, a dtype for all
             arrays of its kind, or a function.
-        extensions: What is noted beside the arrays; see `CheckpointManager`.
+        extensions: What is noted beside the arrays, such as a contract; see `CheckpointManager`.
         timeouts: Time limits, in seconds.
         coordinator: The processes of the job; None uses those of `jax.distributed`.
         observers: Called with an `Event` for every timed phase, on the library's thread.

@@ -326,6 +326,7 @@ class CheckpointManager(ManagedSteps):
             InvalidArgumentError: An argument is invalid.
             StepNotFoundError: There is no such step, none at all, or none that is healthy.
             TargetMismatchError: `like` does not fit; the error lists every leaf. No array was read.
+            ContractMismatchError: The step is of another contract (`ckpt.extensions.Contract`).
             CorruptCheckpointError, DeviceMismatchError: Stored data is damaged, or an array on a
                 device is.
             HandlerError: A handler, or an object that it loads, raised an error; the error names
