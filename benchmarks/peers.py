@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.util
-import logging
 import os
 import warnings
 from collections import deque
@@ -138,17 +137,19 @@ class CkptPeer(Peer):
 
 
 class OrbaxPeer(Peer):
-    """Orbax's v0 `CheckpointManager` with `StandardSave` and `StandardRestore`, asynchronous."""
+    """Orbax's v0 `CheckpointManager` with `StandardSave` and `StandardRestore`, asynchronous.
+
+    Or another module with the same names, such as `ckpt_orbax`.
+    """
 
     module, distribution = "orbax.checkpoint", "orbax-checkpoint"
     promise = "array data fsynced; metadata files and the final rename are not"
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, names: str = "orbax.checkpoint") -> None:
         super().__init__(directory)
-        self._ocp = importlib.import_module("orbax.checkpoint")
+        self._ocp = importlib.import_module(names)
         # Orbax logs several lines per save through absl; a terminal would be part of the timing.
         importlib.import_module("absl.logging").set_verbosity("error")
-        logging.getLogger("absl").setLevel(logging.ERROR)
         self._manager = self._ocp.CheckpointManager(directory)
         self.delete, self.close = self._manager.delete, self._manager.close
 
@@ -291,6 +292,9 @@ PEERS: Mapping[str, PeerKind] = MappingProxyType(
         "ckpt": PeerKind(CkptPeer),
         "ckpt, io=tensorstore": PeerKind(CkptPeer, {"io": "tensorstore"}, ("large",)),
         "ckpt, mode=device": PeerKind(CkptPeer, {"mode": "device"}, ("accelerator",)),
+        "ckpt_orbax": PeerKind(
+            OrbaxPeer, {"names": "ckpt_orbax"}, ("large", "small", "blocked_small")
+        ),
         "orbax": PeerKind(OrbaxPeer),
         "dcp": PeerKind(DcpPeer),
         "safetensors": PeerKind(SafetensorsPeer),

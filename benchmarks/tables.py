@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # What rows are called where people read them. The record keeps its own names.
 _LABELS: Mapping[str, str] = MappingProxyType(
     {
+        "ckpt_orbax": "ckpt, by the names of Orbax",
         "orbax": "Orbax",
         "dcp": "PyTorch DCP",
         "safetensors": "safetensors, fsynced",
