@@ -3,101 +3,33 @@
 The names are those of `orbax.checkpoint`. Orbax is not imported, and need not be installed.
 """
 
-from ckpt_orbax import (
-    args,
-    checkpoint_manager,
-    checkpoint_utils,
-    checkpointers,
-    handlers,
-    metadata,
-    multihost,
-    options,
-    path,
-    test_utils,
-    transform_utils,
-    tree,
-    type_handlers,
-    utils,
-    v1,
-)
-from ckpt_orbax import args as checkpoint_args
-from ckpt_orbax import policies as checkpoint_managers
-from ckpt_orbax._installation import install
-from ckpt_orbax.checkpoint_manager import (
-    CheckpointManager,
-    CheckpointManagerOptions,
-    StepAlreadyExistsError,
-)
-from ckpt_orbax.checkpoint_utils import PLACEHOLDER
-from ckpt_orbax.checkpointers import (
-    AsyncCheckpointer,
-    Checkpointer,
-    PyTreeCheckpointer,
-    StandardCheckpointer,
-)
-from ckpt_orbax.handlers import (
-    ArrayCheckpointHandler,
-    AsyncCheckpointHandler,
-    BasePyTreeCheckpointHandler,
-    CheckpointHandler,
-    CheckpointHandlerRegistry,
-    CompositeCheckpointHandler,
-    DefaultCheckpointHandlerRegistry,
-    JaxRandomKeyCheckpointHandler,
-    JsonCheckpointHandler,
-    NumpyRandomKeyCheckpointHandler,
-    ProtoCheckpointHandler,
-    PyTreeCheckpointHandler,
-    StandardCheckpointHandler,
-)
-from ckpt_orbax.options import AsyncOptions
-from ckpt_orbax.transform_utils import RestoreTransform, Transform
-from ckpt_orbax.type_handlers import ArrayRestoreArgs, RestoreArgs, SaveArgs
+from ckpt_orbax import args as args
+from ckpt_orbax import checkpoint_manager as checkpoint_manager
+from ckpt_orbax import checkpoint_utils as checkpoint_utils
+from ckpt_orbax import checkpointers as checkpointers
+from ckpt_orbax import handlers as handlers
+from ckpt_orbax import metadata as metadata
+from ckpt_orbax import multihost as multihost
+from ckpt_orbax import options as options
+from ckpt_orbax import path as path
+from ckpt_orbax import policies
+from ckpt_orbax import test_utils as test_utils
+from ckpt_orbax import transform_utils as transform_utils
+from ckpt_orbax import tree as tree
+from ckpt_orbax import type_handlers as type_handlers
+from ckpt_orbax import utils as utils
+from ckpt_orbax import v1 as v1
+from ckpt_orbax._installation import install as install
+from ckpt_orbax.checkpoint_manager import *
+from ckpt_orbax.checkpoint_utils import PLACEHOLDER as PLACEHOLDER
+from ckpt_orbax.checkpointers import *
+from ckpt_orbax.handlers import *
+from ckpt_orbax.options import AsyncOptions as AsyncOptions
+from ckpt_orbax.transform_utils import RestoreTransform as RestoreTransform
+from ckpt_orbax.transform_utils import Transform as Transform
+from ckpt_orbax.type_handlers import ArrayRestoreArgs as ArrayRestoreArgs
+from ckpt_orbax.type_handlers import RestoreArgs as RestoreArgs
+from ckpt_orbax.type_handlers import SaveArgs as SaveArgs
 
-__all__ = [
-    "PLACEHOLDER",
-    "ArrayCheckpointHandler",
-    "ArrayRestoreArgs",
-    "AsyncCheckpointHandler",
-    "AsyncCheckpointer",
-    "AsyncOptions",
-    "BasePyTreeCheckpointHandler",
-    "CheckpointHandler",
-    "CheckpointHandlerRegistry",
-    "CheckpointManager",
-    "CheckpointManagerOptions",
-    "Checkpointer",
-    "CompositeCheckpointHandler",
-    "DefaultCheckpointHandlerRegistry",
-    "JaxRandomKeyCheckpointHandler",
-    "JsonCheckpointHandler",
-    "NumpyRandomKeyCheckpointHandler",
-    "ProtoCheckpointHandler",
-    "PyTreeCheckpointHandler",
-    "PyTreeCheckpointer",
-    "RestoreArgs",
-    "RestoreTransform",
-    "SaveArgs",
-    "StandardCheckpointHandler",
-    "StandardCheckpointer",
-    "StepAlreadyExistsError",
-    "Transform",
-    "args",
-    "checkpoint_args",
-    "checkpoint_manager",
-    "checkpoint_managers",
-    "checkpoint_utils",
-    "checkpointers",
-    "handlers",
-    "install",
-    "metadata",
-    "multihost",
-    "options",
-    "path",
-    "test_utils",
-    "transform_utils",
-    "tree",
-    "type_handlers",
-    "utils",
-    "v1",
-]
+checkpoint_args = args
+checkpoint_managers = policies

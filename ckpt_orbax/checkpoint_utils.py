@@ -14,13 +14,6 @@ import ckpt
 import ckpt.sync
 from ckpt_orbax.type_handlers import ArrayRestoreArgs, RestoreArgs
 
-__all__ = [
-    "PLACEHOLDER",
-    "checkpoints_iterator",
-    "construct_restore_args",
-    "wait_for_new_checkpoint",
-]
-
 PLACEHOLDER = ...
 _LEAST_PAUSE_SECONDS = 0.05
 

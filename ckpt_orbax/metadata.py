@@ -11,8 +11,6 @@ import jax
 import ckpt
 from ckpt_orbax import args as args_lib
 
-__all__ = ["RootMetadata", "StepMetadata", "TreeMetadata"]
-
 
 @jax.tree_util.register_pytree_node_class
 class TreeMetadata:

@@ -7,15 +7,6 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-__all__ = [
-    "broadcast_one_to_all",
-    "is_jax_distributed_client_initialized",
-    "is_primary_host",
-    "process_count",
-    "process_index",
-    "sync_global_processes",
-]
-
 
 def process_index() -> int:
     """Return the number of this process.

@@ -7,8 +7,6 @@ import datetime
 from collections.abc import Callable, Container
 from typing import Any
 
-__all__ = ["AsyncOptions", "FileOptions", "MultiprocessingOptions"]
-
 
 @dataclasses.dataclass
 class AsyncOptions:

@@ -7,29 +7,6 @@ import datetime
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
-__all__ = [
-    "AnyPreservationPolicy",
-    "AnySavePolicy",
-    "BestN",
-    "ContinuousCheckpointingPolicy",
-    "CustomSteps",
-    "DecisionContext",
-    "EveryNSeconds",
-    "EveryNSteps",
-    "EveryNStepsClosest",
-    "FixedIntervalPolicy",
-    "InitialSavePolicy",
-    "LatestDuration",
-    "LatestN",
-    "PolicyCheckpointInfo",
-    "PreemptionCheckpointingPolicy",
-    "PreservationContext",
-    "PreservationPolicy",
-    "PreserveAll",
-    "SaveDecisionPolicy",
-    "SpecificStepsPolicy",
-]
-
 
 @dataclasses.dataclass
 class PolicyCheckpointInfo:

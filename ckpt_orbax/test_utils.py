@@ -6,8 +6,6 @@ import os
 import shutil
 from pathlib import Path
 
-__all__ = ["erase_and_create_empty"]
-
 
 def erase_and_create_empty(directory: str | os.PathLike[str]) -> Path:
     """Delete a directory with all that is in it, make an empty one, and return its path.

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-__all__ = ["RestoreTransform", "Transform"]
-
 
 @dataclasses.dataclass
 class Transform:

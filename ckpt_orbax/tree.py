@@ -7,8 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = ["to_shape_dtype_struct"]
-
 _shaped: Any = jax.ShapeDtypeStruct
 
 

@@ -7,15 +7,6 @@ from typing import Any, NoReturn
 
 import jax
 
-__all__ = [
-    "ArrayRestoreArgs",
-    "RestoreArgs",
-    "SaveArgs",
-    "SingleReplicaArrayRestoreArgs",
-    "TypeHandler",
-    "register_type_handler",
-]
-
 
 @dataclasses.dataclass
 class SaveArgs:

@@ -7,14 +7,7 @@ from typing import Any
 
 import ckpt
 import ckpt.sync
-from ckpt_orbax.tree import to_shape_dtype_struct
-
-__all__ = [
-    "TMP_DIR_SUFFIX",
-    "checkpoint_steps",
-    "is_checkpoint_finalized",
-    "to_shape_dtype_struct",
-]
+from ckpt_orbax.tree import to_shape_dtype_struct as to_shape_dtype_struct
 
 # End of the names of directories that Orbax has not finished.
 TMP_DIR_SUFFIX = ".orbax-checkpoint-tmp"

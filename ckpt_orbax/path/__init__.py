@@ -1,5 +1,3 @@
 """Names of steps."""
 
-from ckpt_orbax.path import step
-
-__all__ = ["step"]
+from ckpt_orbax.path import step as step

@@ -10,19 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import ckpt
-from ckpt_orbax.utils import checkpoint_steps, is_checkpoint_finalized
-
-__all__ = [
-    "Metadata",
-    "build_step_path",
-    "checkpoint_steps",
-    "composite_name_format",
-    "find_step_path",
-    "is_checkpoint_finalized",
-    "latest_step_metadata",
-    "standard_name_format",
-    "step_from_checkpoint_name",
-]
+from ckpt_orbax.utils import checkpoint_steps as checkpoint_steps
+from ckpt_orbax.utils import is_checkpoint_finalized as is_checkpoint_finalized
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,15 +8,6 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = [
-    "CheckpointableHandler",
-    "CheckpointableHandlerRegistry",
-    "StatefulCheckpointable",
-    "global_registry",
-    "local_registry",
-    "register_handler",
-]
-
 _LOG: logging.Logger = logging.getLogger("ckpt")
 # File of an item that names the class of its handler.
 _HANDLER_FILE = "ckpt_orbax_handler.txt"
@@ -160,6 +151,7 @@ class HandledCheckpointable:
         self.found: Any = None
 
     async def save(self, directory: Any) -> Awaitable[None]:
+        """Save it by its handler."""
         writing = await self._handler.save(directory, self._item)
 
         async def write() -> None:
@@ -171,6 +163,7 @@ class HandledCheckpointable:
         return write()
 
     async def load(self, directory: Any) -> Awaitable[None]:
+        """Load it by its handler."""
         reading = await self._handler.load(directory, self._item)
 
         async def read() -> None:

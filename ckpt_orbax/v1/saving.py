@@ -16,6 +16,21 @@ from ckpt_orbax.v1._calls import STATE, AsyncResponse, CheckpointMetadata
 from ckpt_orbax.v1.context import current
 from ckpt_orbax.v1.errors import InvalidLayoutError
 
+__all__ = [
+    "checkpointables_metadata",
+    "load",
+    "load_checkpointables",
+    "load_pytree",
+    "metadata",
+    "pytree_metadata",
+    "save",
+    "save_async",
+    "save_checkpointables",
+    "save_checkpointables_async",
+    "save_pytree",
+    "save_pytree_async",
+]
+
 PathLike = str | os.PathLike[str]
 
 
@@ -193,7 +208,7 @@ def checkpointables_metadata(path: PathLike) -> CheckpointMetadata:
     return _calls.described(_stored(path), None, current())
 
 
-def deprecated(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _deprecated(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function under its old name, which warns."""
 
     def old(*args: Any, **kwargs: Any) -> Any:
@@ -201,3 +216,9 @@ def deprecated(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return old
+
+
+save_pytree: Callable[..., Any] = _deprecated("save", save)
+save_pytree_async: Callable[..., Any] = _deprecated("save_async", save_async)
+load_pytree: Callable[..., Any] = _deprecated("load", load)
+pytree_metadata: Callable[..., Any] = _deprecated("metadata", metadata)

@@ -178,8 +178,3 @@ def test_a_pinned_step_that_is_given_up_stays_and_stops_no_save(tmp_path: Path) 
             assert mngr.all_steps() == [3]
             mngr.wait_until_finished()
             assert other.all_steps() == [2, 3]
-
-
-def test_all_names_are_there() -> None:
-    for name in ocp.__all__:
-        assert hasattr(ocp, name)

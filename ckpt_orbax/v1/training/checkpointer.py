@@ -18,8 +18,6 @@ from ckpt_orbax.v1._calls import STATE, AsyncResponse, CheckpointMetadata
 from ckpt_orbax.v1.context import Context, current
 from ckpt_orbax.v1.training.errors import StepAlreadyExistsError, StepNotFoundError
 
-__all__ = ["Checkpointer"]
-
 Step = int | CheckpointMetadata
 
 

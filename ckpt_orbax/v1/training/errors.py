@@ -1,7 +1,5 @@
 """Errors of a `Checkpointer`."""
 
-__all__ = ["StepAlreadyExistsError", "StepNotFoundError"]
-
 
 class StepAlreadyExistsError(FileExistsError):
     """The step exists."""
