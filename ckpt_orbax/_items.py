@@ -58,14 +58,22 @@ class HandledItem:
     async def save(self, directory: Any) -> Awaitable[None]:
         path = await directory.await_creation()
         # The handler may write later what it has not copied, so it writes now.
-        await asyncio.to_thread(self.handler.save, path, args=self.args)
+        await asyncio.to_thread(self._call, self.handler.save, path)
+        finalize = getattr(self.handler, "finalize", None)
+        if finalize is not None:
+            await asyncio.to_thread(finalize, path)
         return asyncio.sleep(0)
 
     async def load(self, directory: Any) -> Awaitable[None]:
         async def read() -> None:
-            self.found = await asyncio.to_thread(self.handler.restore, directory, args=self.args)
+            self.found = await asyncio.to_thread(self._call, self.handler.restore, directory)
 
         return read()
+
+    def _call(self, method: Callable[..., Any], directory: Any) -> Any:
+        if isinstance(self.args, args_lib.LegacyArgs):
+            return method(directory, *self.args.args, **self.args.kwargs)
+        return method(directory, args=self.args)
 
 
 @dataclass
@@ -196,14 +204,17 @@ def _tree(args: args_lib.PyTreeRestore, leaves: Callable[[], Mapping[str, Any]])
         )
     like, is_strict = args.item, True
     if args.restore_args is not None:
-        trees = [args.restore_args] if like is None else [args.restore_args, like]
-        given = jax.tree.leaves(args.restore_args, is_leaf=_is_restore_args)
-        is_strict = all(getattr(each, "strict", True) for each in given)
-        like = jax.tree_util.tree_map_with_path(
-            lambda path, each, leaf=None: _leaf(each, leaf, lambda: leaves().get(leaf_path(path))),
-            *trees,
-            is_leaf=_is_restore_args,
-        )
+        flat = jax.tree_util.tree_leaves_with_path(args.restore_args, is_leaf=_is_restore_args)
+        given = {leaf_path(path): each for path, each in flat}
+        is_strict = all(getattr(each, "strict", True) for each in given.values())
+
+        def asked(path: tuple[Any, ...], leaf: Any) -> Any:
+            name = leaf_path(path)
+            like = None if args.item is None else leaf
+            return _leaf(given.get(name), like, lambda: leaves().get(name))
+
+        tree = args.restore_args if like is None else like
+        like = jax.tree_util.tree_map_with_path(asked, tree, is_leaf=_is_restore_args)
     elif like is not None:
         # Without more, leaves have the types and places that they were saved with.
         like = jax.tree_util.tree_map_with_path(

@@ -3,31 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
-
-__all__ = [
-    "ArrayRestore",
-    "ArraySave",
-    "CheckpointArgs",
-    "Composite",
-    "JaxRandomKeyRestore",
-    "JaxRandomKeySave",
-    "JsonRestore",
-    "JsonSave",
-    "NumpyRandomKeyRestore",
-    "NumpyRandomKeySave",
-    "ProtoRestore",
-    "ProtoSave",
-    "PyTreeRestore",
-    "PyTreeSave",
-    "StandardRestore",
-    "StandardSave",
-    "get_registered_args_cls",
-    "get_registered_handler_cls",
-    "has_registered_args",
-    "register_with_handler",
-]
 
 ArgsClass = TypeVar("ArgsClass", bound=type)
 
@@ -35,6 +12,13 @@ ArgsClass = TypeVar("ArgsClass", bound=type)
 @dataclasses.dataclass
 class CheckpointArgs:
     """The base class of all arguments."""
+
+
+class LegacyArgs(CheckpointArgs):
+    """What a handler is called with whose arguments are not registered."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args, self.kwargs = args, kwargs
 
 
 @dataclasses.dataclass
@@ -261,8 +245,8 @@ class _NoItemError(AttributeError, KeyError):
     """There is no such item."""
 
 
-class Composite(CheckpointArgs):
-    """The arguments, or what was restored, of several items by name.
+class Composite(CheckpointArgs, Mapping[str, Any]):
+    """The arguments, or what was restored, of several items by name. It is a mapping.
 
     Example:
         ```python
@@ -293,63 +277,17 @@ class Composite(CheckpointArgs):
             raise KeyError(f"there is no item {name!r}: {list(self._items)}")
         return self._items[name]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._items
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._items)
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Composite) and self._items == other._items
-
     def __hash__(self) -> int:
         return hash(tuple(self._items))
 
     def __repr__(self) -> str:
         return f"Composite({self._items!r})"
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return an item, or `default`.
-
-        Example:
-            ```python
-            config = found.get("config")
-            ```
-        """
-        return self._items.get(name, default)
-
-    def keys(self) -> KeysView[str]:
-        """Return the names.
-
-        Example:
-            ```python
-            print(list(found.keys()))
-            ```
-        """
-        return self._items.keys()
-
-    def values(self) -> ValuesView[Any]:
-        """Return the items.
-
-        Example:
-            ```python
-            print(list(found.values()))
-            ```
-        """
-        return self._items.values()
-
-    def items(self) -> ItemsView[str, Any]:
-        """Return the items with their names.
-
-        Example:
-            ```python
-            print(dict(found.items()))
-            ```
-        """
-        return self._items.items()
 
 
 # Classes of handlers by the arguments that they take, and the other way round.

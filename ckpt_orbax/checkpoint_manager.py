@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import json
 import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,10 @@ from ckpt_orbax import _items, multihost
 from ckpt_orbax import args as args_lib
 from ckpt_orbax.handlers import CheckpointHandlerRegistry, ItemHandlers
 from ckpt_orbax.metadata import RootMetadata, StepMetadata, nested_metrics, step_metadata
+from ckpt_orbax.options import AsyncOptions as AsyncOptions
 from ckpt_orbax.options import CheckpointManagerOptions
+from ckpt_orbax.options import FileOptions as FileOptions
+from ckpt_orbax.options import MultiprocessingOptions as MultiprocessingOptions
 from ckpt_orbax.path.step import names_of_format, standard_name_format
 from ckpt_orbax.policies import (
     DecisionContext,
@@ -31,13 +36,13 @@ from ckpt_orbax.policies import (
     ranked_steps,
     save_policy_of,
 )
+from ckpt_orbax.utils import TMP_DIR_SUFFIX
 
 __all__ = ["CheckpointManager", "CheckpointManagerOptions", "StepAlreadyExistsError"]
 
 _LOG: logging.Logger = logging.getLogger("ckpt")
 
-METRIC_ITEM_NAME, DEFAULT_ITEM_NAME = "metrics", "default"
-_RESERVED = ("descriptor", METRIC_ITEM_NAME, "metadata")
+METRIC_ITEM_NAME, DEFAULT_ITEM_NAME, METADATA_ITEM_NAME = "metrics", "default", "metadata"
 
 
 class StepAlreadyExistsError(ValueError):
@@ -116,6 +121,11 @@ class CheckpointManager:
         names = options.step_name_format or standard_name_format(options.step_prefix, digits)
         self._names = names_of_format(names)
         self._manager = _opened(self._directory, options, metadata, self._names, self._given_up)
+        writes = (
+            options.save_root_metadata and not options.read_only and multihost.is_primary_host()
+        )
+        if metadata and writes and "://" not in self._directory:
+            _write_root_metadata(Path(self._directory), metadata)
         self._infos = self._listed()
 
     def __enter__(self) -> Self:
@@ -305,6 +315,7 @@ class CheckpointManager:
         saved: dict[str, Any] = {}
         for name, each in ({None: args} if self._is_single else _by_name(args)).items():
             _check_name(name)
+            self._handlers.check(name, each)
             saved[name or DEFAULT_ITEM_NAME] = _items.saved_item(
                 each, self._handlers.own(name, each)
             )
@@ -550,13 +561,12 @@ class CheckpointManager:
             for each in self._manager.steps()
             if each.step is not None
         ]
-        pending = self._pending
-        return (
-            infos
-            if pending is None
-            else [i for i in infos if i.step != pending[0]]
-            + [i for i in self._infos if i.step == pending[0]]
-        )
+        if not self.is_saving_in_progress():
+            return infos
+        assert self._pending is not None
+        step = self._pending[0]
+        others = [info for info in infos if info.step != step]
+        return [*others, *(info for info in self._infos if info.step == step)]
 
     def _preserved(self, infos: list[Step]) -> tuple[list[Step], set[int]]:
         """Return the steps that the policy keeps, and the numbers of the others."""
@@ -575,9 +585,15 @@ class CheckpointManager:
             )
         is_composite = isinstance(args, args_lib.Composite)
         if self._is_single and is_composite:
-            raise ValueError("args= is a Composite, and this manager has one item without a name")
+            raise ValueError(
+                "Cannot provide `args` of type `Composite` when dealing with a single, unnamed "
+                "(default) checkpointable object."
+            )
         if not self._is_single and not is_composite:
-            raise ValueError("this manager has several items: pass args=ocp.args.Composite(...)")
+            raise ValueError(
+                "Must provide `args` of type `Composite` when dealing with multiple checkpointable "
+                "objects."
+            )
 
     def _legacy_args(self, items: Any, more: Any, which: int) -> args_lib.CheckpointArgs:
         """Return arguments for a save (0) or a restore (1) that was asked for without any."""
@@ -616,14 +632,16 @@ def _opened(
             "coordinator= to ckpt.CheckpointManager"
         )
     coordinator: Any = None
-    if jobs.primary_host is None:
+    if jobs.primary_host is None and multihost.process_count() > 1:
         coordinator = ckpt.coordination.OwnDisks(ckpt.coordination.JaxDistributed())
     root: Any = directory
     mode = options.file_options.path_permission_mode
     if mode is not None:
         root = ckpt.storage.Local(directory, permission_mode=mode)
-    if options.create and "://" not in directory:
+    if options.create and "://" not in directory and not os.path.isdir(directory):
         os.makedirs(directory, exist_ok=True)
+        if mode is not None:
+            os.chmod(directory, mode)
     trash = options.todelete_subdir or options.todelete_full_path
     deletion = ckpt.keep.Deletion(
         trash=trash,
@@ -643,13 +661,26 @@ def _opened(
     )
 
 
+def _write_root_metadata(root: Path, metadata: Mapping[str, Any]) -> None:
+    """Write the metadata of a root on a disk at once, unless it has some."""
+    path = root / METADATA_ITEM_NAME / "_ROOT_METADATA"
+    if path.exists() or path.with_name(METADATA_ITEM_NAME).exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name(f"{path.name}{TMP_DIR_SUFFIX}-{uuid.uuid4().hex}")
+    written.write_text(json.dumps({"internal_metadata": {}, "custom_metadata": dict(metadata)}))
+    with contextlib.suppress(FileExistsError):
+        os.link(written, path)
+    written.unlink()
+
+
 def _by_name(args: Any) -> dict[str, Any]:
     return dict(args.items())
 
 
 def _check_name(name: str | None) -> None:
-    if name in _RESERVED:
-        raise ValueError(f"the name {name!r} of an item is reserved: {', '.join(_RESERVED)}")
+    if name == METRIC_ITEM_NAME:
+        raise ValueError(f"the name {name!r} of an item is that of the metrics of the step")
 
 
 def _now() -> datetime.datetime:

@@ -210,6 +210,8 @@ class Checkpointer:
         self.wait_until_finished()
 
     def _args(self, which: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and isinstance(args[0], args_lib.CheckpointArgs):
+            return args[0]
         if "args" in kwargs:
             given = kwargs.pop("args")
             if not isinstance(given, args_lib.CheckpointArgs | None):

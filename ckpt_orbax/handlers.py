@@ -38,6 +38,21 @@ class CheckpointHandler:
         """Return the item in a directory."""
         raise NotImplementedError
 
+    def metadata(self, directory: Any) -> Any:
+        """Return what is known of the item without its values."""
+        raise NotImplementedError
+
+    def finalize(self, directory: Any) -> None:
+        """Called once `save` has written everything."""
+
+    def close(self) -> None:
+        """Called by nobody; a handler may have it."""
+
+    @classmethod
+    def typestr(cls) -> str:
+        """Return the name of the class, as metadata of a step have it."""
+        return f"{cls.__module__}.{cls.__qualname__}"
+
 
 class AsyncCheckpointHandler(CheckpointHandler):
     """As `CheckpointHandler`. Its `save` is called, in another thread."""
@@ -48,6 +63,12 @@ class _BuiltIn(CheckpointHandler):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Accept the options of Orbax."""
+
+    @classmethod
+    def typestr(cls) -> str:
+        """Return the name that Orbax has for the class."""
+        words = cls.__name__.removesuffix("CheckpointHandler").lower()
+        return f"orbax.checkpoint._src.handlers.{words}_checkpoint_handler.{cls.__name__}"
 
 
 class BasePyTreeCheckpointHandler(_BuiltIn):
@@ -202,7 +223,7 @@ class ItemHandlers:
         if isinstance(given, CompositeCheckpointHandler):
             given = given.handlers
         if isinstance(given, Mapping):
-            found._by_name = dict(given)
+            found._by_name = dict.fromkeys(names or ()) | dict(given)
             found.is_single = False
         elif given is not None:
             if names:
@@ -210,6 +231,7 @@ class ItemHandlers:
             found._by_name = {None: given}
             found.is_single = True
         elif names is not None:
+            found._by_name = dict.fromkeys(names)
             found.is_single = False
         if registry is not None:
             found._by_args = registry.get_all_entries()
@@ -223,9 +245,23 @@ class ItemHandlers:
             found = self._by_args.get((None, type(args))) if by_item is None else by_item
         return None if found is None or isinstance(found, _BuiltIn) else found
 
+    def check(self, item: str | None, args: Any) -> None:
+        """Raise ValueError for an item or for arguments that are not those that were declared."""
+        handler = self._by_name.get(item)
+        is_known = item in self._by_name or not self._by_name
+        if handler is not None and args_lib.has_registered_args(handler):
+            is_known = isinstance(args, args_lib.get_registered_args_cls(handler))
+        if not is_known:
+            raise ValueError(
+                f"the item {item!r} with {type(args).__name__} does not match with any registered "
+                f"handler: {self._by_name}"
+            )
+
     def args_classes(self, item: str | None) -> tuple[type, type]:
         """Return the arguments for saves and restores of an item, for calls without arguments."""
         found = self._by_name.get(item)
         if found is None:
             return args_lib.StandardSave, args_lib.StandardRestore
+        if not args_lib.has_registered_args(found):
+            return args_lib.LegacyArgs, args_lib.LegacyArgs
         return args_lib.get_registered_args_cls(found)

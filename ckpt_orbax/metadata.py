@@ -7,9 +7,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 import ckpt
 from ckpt_orbax import args as args_lib
+from ckpt_orbax import handlers
+from ckpt_orbax._items import leaf_path
+
+# Names of handlers of Orbax, by the handlers of `ckpt`.
+_HANDLERS: dict[str, str] = {
+    "pytree": handlers.StandardCheckpointHandler.typestr(),
+    "json": handlers.JsonCheckpointHandler.typestr(),
+}
 
 
 @jax.tree_util.register_pytree_node_class
@@ -57,6 +66,45 @@ class TreeMetadata:
         return f"TreeMetadata({self.tree!r})"
 
 
+@dataclasses.dataclass(eq=False)
+class ScalarMetadata:
+    """A Python number in a tree.
+
+    Attributes:
+        name: Its leaf path.
+        directory: None.
+        shape: Empty.
+        sharding: None.
+        dtype: The dtype that it has as an array.
+        storage: None.
+    """
+
+    name: str
+    directory: Any = None
+    shape: tuple[int, ...] = ()
+    sharding: Any = None
+    dtype: Any = None
+    storage: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ScalarMetadata) and bool(self.dtype == other.dtype)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclasses.dataclass
+class StringMetadata:
+    """A text in a tree.
+
+    Attributes:
+        name: Its leaf path.
+        directory: None.
+    """
+
+    name: str
+    directory: Any = None
+
+
 @dataclasses.dataclass
 class StepMetadata:
     """A step, or a checkpoint.
@@ -98,13 +146,18 @@ def step_metadata(found: ckpt.StepMetadata, *, is_single: bool) -> StepMetadata:
     """Return what `ckpt` knows of a step, in the form of Orbax."""
     info = found.info
     trees = {
-        name: None if isinstance(item, ckpt.types.ItemInfo) else TreeMetadata(item)
+        name: None if isinstance(item, ckpt.types.ItemInfo) else TreeMetadata(_described(item))
         for name, item in found.items.items()
     }
-    handlers = {name: getattr(item, "handler", "pytree") for name, item in found.items.items()}
+    names = {
+        name: _HANDLERS.get(getattr(item, "handler", "pytree"), "")
+        for name, item in found.items.items()
+    }
     one: Any = next(iter(trees.values()), None)
+    if info.metrics:
+        trees["metrics"] = None
     return StepMetadata(
-        item_handlers=handlers,
+        item_handlers=names,
         item_metadata=one if is_single else args_lib.Composite(**trees),
         metrics=nested_metrics(info.metrics),
         performance_metrics=dataclasses.asdict(info.statistics),
@@ -112,6 +165,17 @@ def step_metadata(found: ckpt.StepMetadata, *, is_single: bool) -> StepMetadata:
         commit_timestamp_nsecs=int(info.committed.timestamp() * 1e9),
         custom_metadata=info.custom_metadata or {},
     )
+
+
+def _described(tree: Any) -> Any:
+    """Return a tree in which values of Python are described, as its arrays are."""
+
+    def described(path: tuple[Any, ...], leaf: Any) -> Any:
+        if isinstance(leaf, bool | int | float | complex):
+            return ScalarMetadata(leaf_path(path), dtype=np.asarray(leaf).dtype)
+        return StringMetadata(leaf_path(path)) if isinstance(leaf, str) else leaf
+
+    return jax.tree_util.tree_map_with_path(described, tree)
 
 
 class _Metrics(dict[str, Any]):

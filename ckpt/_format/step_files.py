@@ -33,7 +33,6 @@ ITEM_FILES = frozenset(
 RESERVED_ITEMS = ITEM_FILES | {
     "AUTO",
     "_CHECKPOINT_DELETION",
-    "metadata",
     "metrics",
     "orbax.checkpoint",
     BEGUN,

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import ckpt
-from ckpt_orbax.utils import checkpoint_steps as checkpoint_steps
-from ckpt_orbax.utils import is_checkpoint_finalized as is_checkpoint_finalized
+import ckpt.sync
+
+# End of the names of directories that Orbax has not finished.
+TMP_DIR_SUFFIX = ".orbax-checkpoint-tmp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +120,38 @@ def build_step_path(base_path: str | os.PathLike[str], name_format: Any, step: i
     return Path(base_path, name_format.build_name(step))
 
 
+def get_save_directory(
+    step: int,
+    directory: str | os.PathLike[str],
+    name: str | None = None,
+    step_prefix: str | None = None,
+    override_directory: str | os.PathLike[str] | None = None,
+    step_format_fixed_length: int | None = None,
+    step_name_format: Any = None,
+) -> Path:
+    """Return the path of a step, or of an item of it.
+
+    Example:
+        ```python
+        path = ocp.path.step.get_save_directory(100, directory, "params")
+        ```
+    """
+    names = step_name_format or standard_name_format(step_prefix, step_format_fixed_length)
+    path = Path(override_directory or build_step_path(directory, names, step))
+    return path if name is None else path / name
+
+
+def is_path_temporary(path: str | os.PathLike[str], **_: Any) -> bool:
+    """Return True if a path is that of a save that has not ended.
+
+    Example:
+        ```python
+        assert not ocp.path.step.is_path_temporary(directory / "100")
+        ```
+    """
+    return Path(path).is_dir() and TMP_DIR_SUFFIX in Path(path).name
+
+
 def find_step_path(
     base_path: str | os.PathLike[str], name_format: Any, *, step: int, **_: Any
 ) -> Path:
@@ -161,3 +195,33 @@ def step_from_checkpoint_name(name: str) -> int:
     if digits is None:
         raise ValueError(f"{name!r} is no name of a step")
     return int(digits[1])
+
+
+def checkpoint_steps(checkpoint_dir: str | os.PathLike[str], **_: Any) -> list[int]:
+    """Return the steps of a root, ascending.
+
+    Example:
+        ```python
+        print(ocp.path.step.checkpoint_steps(directory))
+        ```
+    """
+    with ckpt.sync.CheckpointManager(os.fspath(checkpoint_dir), mode="r") as mgr:
+        return mgr.all_steps()
+
+
+def is_checkpoint_finalized(path: str | os.PathLike[str]) -> bool:
+    """Return True if a path is a whole checkpoint.
+
+    Example:
+        ```python
+        assert ocp.path.step.is_checkpoint_finalized(directory / "100")
+        ```
+    """
+    try:
+        ckpt.sync.metadata(os.fspath(path))
+    except ckpt.errors.CheckpointError:
+        return False
+    return True
+
+
+is_path_finalized = is_checkpoint_finalized

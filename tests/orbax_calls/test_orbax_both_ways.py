@@ -79,6 +79,22 @@ def test_several_items_and_metrics(first: Any, second: Any, tmp_path: Path) -> N
         assert found.config == {"n": 1}
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [(ocp, ckpt_orbax), (ckpt_orbax, ocp)], ids=["from", "to"]
+)
+def test_an_item_called_metadata(first: Any, second: Any, tmp_path: Path) -> None:
+    with first.CheckpointManager(tmp_path, metadata={"v": 1}) as mngr:
+        args = first.args.Composite(
+            metadata=first.args.JsonSave({"n": 1}), state=first.args.StandardSave(state(1))
+        )
+        mngr.save(1, args=args, custom_metadata={"s": 1})
+    with second.CheckpointManager(tmp_path) as mngr:
+        args = second.args.Composite(metadata=second.args.JsonRestore())
+        assert mngr.restore(1, args=args).metadata == {"n": 1}
+        assert mngr.metadata(1).custom_metadata == {"s": 1}
+        assert mngr.metadata().custom_metadata == {"v": 1}
+
+
 def test_a_checkpoint_of_orbax_is_restored_by_a_checkpointer(tmp_path: Path) -> None:
     for number, each in enumerate((ocp.StandardCheckpointer(), ocp.PyTreeCheckpointer())):
         each.save(tmp_path / str(number), state(number))

@@ -357,7 +357,6 @@ NAMES = [
     "ckpt.json",
     "commit_success.txt",
     "manifest.ocdbt",
-    "metadata",
     "metrics",
     "ocdbt.process_0",
     "orbax.checkpoint",
