@@ -17,7 +17,7 @@ _SAME = (
     *("args", "checkpoint_manager", "checkpoint_utils", "checkpointers", "handlers", "metadata"),
     "multihost",
     *("options", "path", "path.step", "test_utils", "transform_utils", "tree", "type_handlers"),
-    *("utils", "v1", "v1.errors", "v1.handlers", "v1.training"),
+    *("utils", "v1", "v1.errors", "v1.handlers", "v1.partial", "v1.training"),
 )
 _OTHERS = {
     "checkpoint_args": "args",

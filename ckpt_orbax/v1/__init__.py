@@ -8,6 +8,7 @@ from ckpt_orbax.utils import is_checkpoint_finalized
 from ckpt_orbax.v1 import context
 from ckpt_orbax.v1 import errors as errors
 from ckpt_orbax.v1 import handlers as handlers
+from ckpt_orbax.v1 import partial as partial
 from ckpt_orbax.v1 import training as training
 from ckpt_orbax.v1._calls import AsyncResponse as AsyncResponse
 from ckpt_orbax.v1._calls import CheckpointMetadata as CheckpointMetadata

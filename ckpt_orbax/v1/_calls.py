@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextvars
 import dataclasses
 import datetime
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 import ckpt
+import ckpt.sync
 from ckpt_orbax import _items
 from ckpt_orbax.metadata import nested_metrics
 from ckpt_orbax.v1.context import Context
@@ -70,6 +75,65 @@ class AsyncResponse:
         self._commit.add_done_callback(
             lambda done: None if done.exception() is not None else callback(answer)
         )
+
+
+class ThreadResponse:
+    """A load or a deletion that goes on in a thread of its own.
+
+    Example:
+        ```python
+        state = v1.load_async(path).result()
+        ```
+    """
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        """Start the call, with the settings of the block around."""
+        executor = concurrent.futures.ThreadPoolExecutor(1)
+        self._future = executor.submit(contextvars.copy_context().run, call)
+        executor.shutdown(wait=False)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait, and return the answer, or raise the error.
+
+        Example:
+            ```python
+            response.result()
+            ```
+        """
+        return self._future.result(timeout)
+
+    def on_complete(self, callback: Callable[[Any], None]) -> None:
+        """Call a function with the answer, in that thread, once the call has succeeded.
+
+        Example:
+            ```python
+            response.on_complete(print)
+            ```
+        """
+        self._future.add_done_callback(
+            lambda done: None if done.exception() is not None else callback(done.result())
+        )
+
+
+class OneName:
+    """Names of steps of a manager whose only step is the checkpoint at a path."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def name(self, _: int) -> str:
+        """Return the name."""
+        return self._name
+
+    def step(self, name: str) -> int | None:
+        """Return 0 for the name."""
+        return 0 if name == self._name else None
+
+
+def manager_at(path: str | os.PathLike[str]) -> ckpt.sync.CheckpointManager:
+    """Return a manager whose step 0 is the checkpoint at a path."""
+    root, _, name = os.fspath(path).rstrip("/").rpartition("/")
+    return ckpt.sync.CheckpointManager(root or ".", step_names=OneName(name), keep=None)
 
 
 @dataclasses.dataclass
@@ -145,8 +209,30 @@ def wanted_items(
                 resize="both" if is_resized else None,
                 extra="ignore" if is_partial else "error",
             )
-            found[name] = _items.Wanted(like, adapt)
+            found[name] = _items.Wanted(jax.tree.map(_target, like), adapt)
     return found
+
+
+def _target(leaf: Any) -> Any:
+    """Return a leaf of a target; what has a shape and a dtype and no place is an array of numpy."""
+    is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    if (
+        not is_array
+        or hasattr(leaf, "sharding")
+        or isinstance(leaf, np.ndarray | np.generic | type)
+    ):
+        return leaf
+    # One value, which looks like an array of this shape and takes no memory.
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+
+
+def check_whole(name: str | None) -> None:
+    """Refuse to delete one item of a checkpoint."""
+    if name is not None:
+        raise NotImplementedError(
+            f"checkpointable_name={name!r}: items are not deleted by themselves. Delete the whole, "
+            "or let ckpt.CheckpointManager drop items of old steps: ckpt.keep"
+        )
 
 
 def _found(item: HandledCheckpointable, _: Any) -> Any:

@@ -12,15 +12,20 @@ import ckpt
 import ckpt.sync
 from ckpt_orbax import _items
 from ckpt_orbax.v1 import _calls
-from ckpt_orbax.v1._calls import STATE, AsyncResponse, CheckpointMetadata
+from ckpt_orbax.v1._calls import STATE, AsyncResponse, CheckpointMetadata, ThreadResponse
 from ckpt_orbax.v1.context import current
 from ckpt_orbax.v1.errors import InvalidLayoutError
 
 __all__ = [
     "checkpointables_metadata",
+    "delete",
+    "delete_async",
     "load",
+    "load_async",
     "load_checkpointables",
+    "load_checkpointables_async",
     "load_pytree",
+    "load_pytree_async",
     "metadata",
     "pytree_metadata",
     "save",
@@ -34,22 +39,15 @@ __all__ = [
 PathLike = str | os.PathLike[str]
 
 
-def save(
-    path: PathLike,
-    state: Any,
-    *,
-    checkpointable_name: str = STATE,
-    overwrite: bool = False,
-    custom_metadata: Any = None,
-) -> None:
+def save(path: PathLike, state: Any, *, checkpointable_name: str = STATE, **options: Any) -> None:
     """Save a tree; return when it is on disk.
 
     Args:
         path: Path of the checkpoint.
         state: The tree.
         checkpointable_name: Its name in the checkpoint.
-        overwrite: True to replace a checkpoint that is there.
-        custom_metadata: JSON values to keep with it.
+        options: `overwrite=True` to replace a checkpoint that is there; `custom_metadata=`, JSON
+            values to keep with it.
 
     Raises:
         ValueError: There is something at the path, and `overwrite` is False.
@@ -59,8 +57,7 @@ def save(
         v1.save(path, state)
         ```
     """
-    given = {checkpointable_name: state}
-    _started(path, given, overwrite, custom_metadata).result()
+    save_checkpointables(path, {checkpointable_name: state}, **options)
 
 
 def save_checkpointables(
@@ -208,6 +205,75 @@ def checkpointables_metadata(path: PathLike) -> CheckpointMetadata:
     return _calls.described(_stored(path), None, current())
 
 
+def load_async(path: PathLike, abstract_state: Any = None, **options: Any) -> ThreadResponse:
+    """Load a tree in a thread; see `load`.
+
+    Example:
+        ```python
+        state = v1.load_async(path, abstract_state).result()
+        ```
+    """
+    return ThreadResponse(partial(load, path, abstract_state, **options))
+
+
+def load_checkpointables_async(
+    path: PathLike, abstract_checkpointables: Mapping[str, Any] | None = None
+) -> ThreadResponse:
+    """Load several items in a thread; see `load_checkpointables`.
+
+    Example:
+        ```python
+        found = v1.load_checkpointables_async(path).result()
+        ```
+    """
+    return ThreadResponse(partial(load_checkpointables, path, abstract_checkpointables))
+
+
+def delete(
+    path: PathLike, *, checkpointable_name: str | None = None, missing_ok: bool = False
+) -> bool:
+    """Delete a checkpoint; return True if there was one.
+
+    Args:
+        path: Its path.
+        checkpointable_name: Single items are not deleted; a name is refused.
+        missing_ok: True if there may be none.
+
+    Raises:
+        FileNotFoundError: There is nothing, and `missing_ok` is False.
+        InvalidLayoutError: It is no checkpoint.
+        NotImplementedError: There is a `checkpointable_name`.
+
+    Example:
+        ```python
+        v1.delete(path)
+        ```
+    """
+    _calls.check_whole(checkpointable_name)
+    try:
+        _stored(path)
+    except InvalidLayoutError:
+        if "://" in os.fspath(path) or os.path.exists(path):
+            raise
+        if missing_ok:
+            return False
+        raise FileNotFoundError(f"there is nothing at {os.fspath(path)}") from None
+    with _calls.manager_at(path) as manager:
+        manager.delete(0)
+    return True
+
+
+def delete_async(path: PathLike, **options: Any) -> ThreadResponse:
+    """Delete a checkpoint in a thread; see `delete`.
+
+    Example:
+        ```python
+        v1.delete_async(path).result()
+        ```
+    """
+    return ThreadResponse(partial(delete, path, **options))
+
+
 def _deprecated(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function under its old name, which warns."""
 
@@ -222,3 +288,4 @@ save_pytree: Callable[..., Any] = _deprecated("save", save)
 save_pytree_async: Callable[..., Any] = _deprecated("save_async", save_async)
 load_pytree: Callable[..., Any] = _deprecated("load", load)
 pytree_metadata: Callable[..., Any] = _deprecated("metadata", metadata)
+load_pytree_async: Callable[..., Any] = _deprecated("load_async", load_async)

@@ -116,7 +116,7 @@ def test_an_example(name: str, names: dict[str, Any]) -> None:
         ckptr.wait_until_finished()
     if ".v1." in name:
         shutil.rmtree(names["path"], ignore_errors=True)
-        if not any(text in code for text in ("v1.save", "AsyncResponse")):
+        if not any(text in code for text in ("v1.save", "v1.partial", "AsyncResponse")):
             v1.save_checkpointables(names["path"], {"model": names["state"]})
         ckptr.close()
         ckptr = names["ckptr"] = v1.training.Checkpointer(names["directory"])

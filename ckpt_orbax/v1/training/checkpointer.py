@@ -14,7 +14,7 @@ from ckpt_orbax.checkpoint_manager import CheckpointManager
 from ckpt_orbax.metadata import RootMetadata
 from ckpt_orbax.options import CheckpointManagerOptions
 from ckpt_orbax.v1 import _calls
-from ckpt_orbax.v1._calls import STATE, AsyncResponse, CheckpointMetadata
+from ckpt_orbax.v1._calls import STATE, AsyncResponse, CheckpointMetadata, ThreadResponse
 from ckpt_orbax.v1.context import Context, current
 from ckpt_orbax.v1.training.errors import StepAlreadyExistsError, StepNotFoundError
 
@@ -126,15 +126,7 @@ class Checkpointer:
         return self._manager.should_save(step)
 
     def save(
-        self,
-        step: int,
-        state: Any,
-        *,
-        checkpointable_name: str = STATE,
-        force: bool = False,
-        overwrite: bool = False,
-        metrics: Any = None,
-        custom_metadata: Any = None,
+        self, step: int, state: Any, *, checkpointable_name: str = STATE, **options: Any
     ) -> bool:
         """Save a tree; return when it is on disk.
 
@@ -142,10 +134,7 @@ class Checkpointer:
             step: The step.
             state: The tree.
             checkpointable_name: Its name in the step.
-            force: True to save whatever the policy says.
-            overwrite: True to replace a step that is there.
-            metrics: Metrics of the step.
-            custom_metadata: JSON values to keep with the step.
+            options: Those of `save_checkpointables_async`.
 
         Returns:
             True if the step was saved; False if the policy has refused it.
@@ -158,16 +147,7 @@ class Checkpointer:
             is_saved = ckptr.save(200, state)
             ```
         """
-        response = self.save_async(
-            step,
-            state,
-            checkpointable_name=checkpointable_name,
-            force=force,
-            overwrite=overwrite,
-            metrics=metrics,
-            custom_metadata=custom_metadata,
-        )
-        return response is not None and bool(response.result())
+        return self.save_checkpointables(step, {checkpointable_name: state}, **options)
 
     def save_checkpointables(
         self, step: int, checkpointables: Mapping[str, Any], **options: Any
@@ -205,6 +185,14 @@ class Checkpointer:
         custom_metadata: Any = None,
     ) -> AsyncResponse | None:
         """Take a snapshot of several items; see `save_async`.
+
+        Args:
+            step: The step.
+            checkpointables: The items by name.
+            force: True to save whatever the policy says.
+            overwrite: True to replace a step that is there.
+            metrics: Metrics of the step.
+            custom_metadata: JSON values to keep with the step.
 
         Example:
             ```python
@@ -267,6 +255,28 @@ class Checkpointer:
         self.wait()
         return _items.loaded_items(load, lambda: stored, wanted)
 
+    def load_async(
+        self, step: Step | None = None, abstract_state: Any = None, **options: Any
+    ) -> ThreadResponse:
+        """Load a tree in a thread; see `load`.
+
+        Example:
+            ```python
+            state = ckptr.load_async(100, abstract_state).result()
+            ```
+        """
+        return ThreadResponse(partial(self.load, step, abstract_state, **options))
+
+    def load_checkpointables_async(self, *args: Any, **options: Any) -> ThreadResponse:
+        """Load several items in a thread; see `load_checkpointables`.
+
+        Example:
+            ```python
+            found = ckptr.load_checkpointables_async(100).result()
+            ```
+        """
+        return ThreadResponse(partial(self.load_checkpointables, *args, **options))
+
     def metadata(
         self, step: Step | None = None, checkpointable_name: str | None = "AUTO"
     ) -> CheckpointMetadata:
@@ -304,10 +314,13 @@ class Checkpointer:
         assert isinstance(found, RootMetadata)
         return found
 
-    def delete(self, step: Step, *, missing_ok: bool = False) -> bool:
+    def delete(
+        self, step: Step, *, checkpointable_name: str | None = None, missing_ok: bool = False
+    ) -> bool:
         """Delete a step; return True if there was one.
 
         Raises:
+            NotImplementedError: There is a `checkpointable_name`: items are not deleted.
             StepNotFoundError: There is no such step, and `missing_ok` is False.
 
         Example:
@@ -315,6 +328,7 @@ class Checkpointer:
             ckptr.delete(100)
             ```
         """
+        _calls.check_whole(checkpointable_name)
         try:
             self._manager.delete(self._existing(step))
         except FileNotFoundError:
@@ -322,6 +336,16 @@ class Checkpointer:
                 return False
             raise
         return True
+
+    def delete_async(self, step: Step, **options: Any) -> ThreadResponse:
+        """Delete a step in a thread; see `delete`.
+
+        Example:
+            ```python
+            ckptr.delete_async(100).result()
+            ```
+        """
+        return ThreadResponse(partial(self.delete, step, **options))
 
     def reload(self) -> None:
         """Read the list of steps again.
@@ -400,6 +424,7 @@ for _name, _new in {
     "save_pytree": "save",
     "save_pytree_async": "save_async",
     "load_pytree": "load",
+    "load_pytree_async": "load_async",
     "pytree_metadata": "metadata",
 }.items():
     setattr(Checkpointer, _name, _old(_new))
