@@ -124,6 +124,18 @@ def stores(session: nox.Session) -> None:
 
 
 @nox.session
+def contracts(session: nox.Session) -> None:
+    """Run the contracts of Orbax, in its own calls, on the installed Orbax and on `ckpt_orbax`.
+
+    They are a part of the tests, too. Arguments after -- go to pytest.
+    """
+    session.install("-e", ".", *group("test"))
+    # Nearly all are in one file.
+    options = (*WORKERS, "--dist", "worksteal", "tests/orbax_calls", *session.posargs)
+    session.run("python", "-m", "pytest", *options, env=hermetic_env(session))
+
+
+@nox.session
 def page(session: nox.Session) -> None:
     """Run the tests of the page in a real browser; arguments after -- go to pytest.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,7 @@ from ckpt_orbax.type_handlers import ArrayRestoreArgs, RestoreArgs, SaveArgs
 _shaped: Any = jax.ShapeDtypeStruct
 
 _TREES_TO_SAVE = (args_lib.StandardSave, args_lib.PyTreeSave, args_lib.ArraySave)
+_NUMBERS = (bool, int, float)
 _AS_THEY_ARE = (args_lib.ProtoSave, args_lib.NumpyRandomKeySave)
 
 
@@ -109,6 +111,7 @@ def loaded_items(
     """
     like = {name: each.like for name, each in wanted.items()}
     adapt = {name: each.adapt for name, each in wanted.items() if each.adapt is not None}
+    given = dict(like)
     try:
         found = load(items=like, adapt=adapt or None)
     except (ckpt.errors.TargetMismatchError, ckpt.errors.InvalidArgumentError):
@@ -118,15 +121,66 @@ def loaded_items(
                 raise KeyError(
                     f"{there.info.path} has no item {name!r}: {list(there.items)}"
                 ) from None
-        # Orbax casts to the dtype of the target, also where it is of another kind.
-        for name, target in like.items():
+        # Orbax casts to what the target has, also where it is of another kind.
+        for name, target in given.items():
             known = adapt.get(name, ckpt.Adapt())
-            cast = casts(target, there.leaves.get(name, {}), known.rename)
+            leaves = there.leaves.get(name, {})
+            cast = casts(target, leaves, known.rename)
             adapt[name] = dataclasses.replace(known, cast=cast or None)
-        if not any(each.cast for each in adapt.values()):
-            raise
+            like[name] = _with_stored_numbers(target, leaves)
+        found = None
+    if found is None:
         found = load(items=like, adapt=adapt)
+        found = {name: jax.tree.map(_number, given[name], each) for name, each in found.items()}
     return {name: each.result(found[name]) for name, each in wanted.items()}
+
+
+def _with_stored_numbers(like: Any, stored: Mapping[str, Any]) -> Any:
+    """Return a target whose Python numbers are those that are stored."""
+
+    def known(path: tuple[Any, ...], leaf: Any) -> Any:
+        found = stored.get(leaf_path(path))
+        kind = leaf if isinstance(leaf, type) else type(leaf)
+        return found if kind in _NUMBERS and type(found) in _NUMBERS else leaf
+
+    return jax.tree_util.tree_map_with_path(known, like)
+
+
+def _number(like: Any, found: Any) -> Any:
+    """Return what was found as a Python number of the kind of the target."""
+    kind = like if isinstance(like, type) else type(like)
+    return kind(found) if kind in _NUMBERS and type(found) in _NUMBERS else found
+
+
+def restored_items(
+    load: Callable[..., Any],
+    stored: Stored,
+    asked: Mapping[str, Any],
+    own: Callable[[str | None, Any], Any],
+    *,
+    is_named: bool = True,
+) -> dict[str, Any]:
+    """Return items by name, as their arguments ask for them.
+
+    Args:
+        load: As for `loaded_items`.
+        stored: Returns what is stored.
+        asked: The arguments of each item.
+        own: Returns the user's own handler of an item by its name and arguments.
+        is_named: False if handlers do not go by the names of items.
+    """
+    wanted = {
+        name: wanted_item(each, stored, name, own(name if is_named else None, each))
+        for name, each in asked.items()
+    }
+    return loaded_items(load, stored, wanted)
+
+
+def saved_items(args: Any, own: Callable[[str | None, Any], Any]) -> dict[str, Any]:
+    """Return what a save of `ckpt` is given for arguments, with handlers as `restored_items`."""
+    if not isinstance(args, args_lib.Composite):
+        return {"state": saved_item(args, own(None, args))}
+    return {"items": {name: saved_item(each, own(name, each)) for name, each in args.items()}}
 
 
 def saved_item(args: Any, handler: Any = None) -> Any:
@@ -136,7 +190,8 @@ def saved_item(args: Any, handler: Any = None) -> Any:
     if handler is None and isinstance(args, _AS_THEY_ARE):
         return args.item
     if handler is None and isinstance(args, args_lib.JsonSave):
-        return JsonItem(args.item)
+        # Keys that are numbers become texts, as in any JSON.
+        return JsonItem(json.loads(json.dumps(args.item)))
     if handler is None:
         handler = args_lib.get_registered_handler_cls(args)()
     return HandledItem(handler, args)
@@ -225,15 +280,23 @@ def _tree(args: args_lib.PyTreeRestore, leaves: Callable[[], Mapping[str, Any]])
     renames: dict[str, str] = {}
     keeps = False
     if args.transforms is not None:
-        renames, keeps = renames_of(args.transforms, leaves())
-        keeps = keeps or not args.transforms_default_to_original
+        is_default = args.transforms_default_to_original
+        renames, keeps = renames_of(args.transforms, leaves(), keeps_others=not is_default)
     adapt = ckpt.Adapt(
         rename=renames or None,
         resize=None if is_strict else "both",
         extra="ignore" if args.partial_restore or args.transforms is not None else "error",
         missing="keep" if keeps else "error",
     )
-    return Wanted(like, adapt)
+    wanted = Wanted(like, adapt)
+    if keeps and args.item is not None:
+        wanted.result = partial(_with_own, args.item, like)
+    return wanted
+
+
+def _with_own(item: Any, like: Any, found: Any) -> Any:
+    """Return what was found, with leaves of the item where those of the target were kept."""
+    return jax.tree.map(lambda own, kept, leaf: own if leaf is kept else leaf, item, like, found)
 
 
 def _is_restore_args(value: Any) -> bool:

@@ -312,33 +312,30 @@ class CheckpointManager:
             raise StepAlreadyExistsError(f"{self._directory} has step {step} already")
         if args is None:
             args = self._legacy_args(items, save_kwargs, 0)
-        saved: dict[str, Any] = {}
-        for name, each in ({None: args} if self._is_single else _by_name(args)).items():
+        named = dict(args) if isinstance(args, args_lib.Composite) else {None: args}
+        for name, each in named.items():
             _check_name(name)
             self._handlers.check(name, each)
-            saved[name or DEFAULT_ITEM_NAME] = _items.saved_item(
-                each, self._handlers.own(name, each)
-            )
-        given: dict[str, Any] = {"custom_metadata": custom_metadata}
-        if self._is_single:
-            given["state"] = saved[DEFAULT_ITEM_NAME]
-        else:
-            given["items"] = saved
+        given = _items.saved_items(args, self._handlers.own)
+        given["custom_metadata"] = custom_metadata
         options = self._options
         if metrics is not None and options.best_fn and not options.prevent_write_metrics:
             given["metrics"] = metrics
-        self._start(Step(step, _now(), metrics), given)
+        self._start(step, metrics, given)
         is_async = options.enable_async_checkpointing
         if not is_async:
             self.wait_until_finished()
         self._log("save", step, began, synchronous=not is_async)
         return True
 
-    def _start(self, info: Step, given: dict[str, Any], if_exists: Any = "error") -> ckpt.Commit:
+    def _start(
+        self, step: int, metrics: Any, given: dict[str, Any], if_exists: Any = "error"
+    ) -> ckpt.Commit:
         """Start a save, after the one before it, whatever the policy says.
 
         Args:
-            info: The step, as policies see it.
+            step: The step.
+            metrics: Its metrics, for the policies.
             given: Arguments of `save` of a manager of `ckpt`.
             if_exists: One of them.
         """
@@ -347,16 +344,16 @@ class CheckpointManager:
         if asked is not None:
             given["timeout"] = float(asked.timeout_secs)
         infos = self._infos
-        others = [each for each in infos if each.step != info.step]
+        others = [each for each in infos if each.step != step]
         # The policy sees the new step last, also where the run has gone back.
-        kept, given_up = self._preserved([*others, info])
+        kept, given_up = self._preserved([*others, Step(step, _now(), metrics)])
         # A step that was given up may still be there.
-        how = "replace" if info.step in self._given_up else if_exists
+        how = "replace" if step in self._given_up else if_exists
         save: Any = self._manager.save
-        commit: ckpt.Commit = save(info.step, force=True, if_exists=how, **given)
-        commit.add_done_callback(partial(self._committed, info.step, given_up))
+        commit: ckpt.Commit = save(step, force=True, if_exists=how, **given)
+        commit.add_done_callback(partial(self._committed, step, given_up))
         self._infos = kept
-        self._pending = info.step, commit, infos
+        self._pending = step, commit, infos
         return commit
 
     def _committed(self, step: int, given_up: set[int], commit: ckpt.Commit) -> None:
@@ -419,17 +416,11 @@ class CheckpointManager:
             args = self._legacy_args(items, restore_kwargs, 1)
         if args is None and not self._is_single:
             args = args_lib.Composite(**dict.fromkeys(stored().items))
-        wanted = {DEFAULT_ITEM_NAME: args} if self._is_single else _by_name(args)
-        asked = {
-            name: _items.wanted_item(
-                each,
-                stored,
-                name,
-                self._handlers.own(None if self._is_single else name, each),
-            )
-            for name, each in wanted.items()
-        }
-        found = _items.loaded_items(partial(self._manager.restore, step), stored, asked)
+        asked = dict(args) if isinstance(args, args_lib.Composite) else {DEFAULT_ITEM_NAME: args}
+        load = partial(self._manager.restore, step)
+        found = _items.restored_items(
+            load, stored, asked, self._handlers.own, is_named=not self._is_single
+        )
         self._log("restore", step, began)
         return found[DEFAULT_ITEM_NAME] if self._is_single else args_lib.Composite(**found)
 
@@ -672,10 +663,6 @@ def _write_root_metadata(root: Path, metadata: Mapping[str, Any]) -> None:
     with contextlib.suppress(FileExistsError):
         os.link(written, path)
     written.unlink()
-
-
-def _by_name(args: Any) -> dict[str, Any]:
-    return dict(args.items())
 
 
 def _check_name(name: str | None) -> None:

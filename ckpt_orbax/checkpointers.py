@@ -14,6 +14,7 @@ from ckpt_orbax import _items
 from ckpt_orbax import args as args_lib
 from ckpt_orbax.handlers import (
     CheckpointHandler,
+    CompositeCheckpointHandler,
     ItemHandlers,
     PyTreeCheckpointHandler,
     StandardCheckpointHandler,
@@ -24,7 +25,6 @@ from ckpt_orbax.options import AsyncOptions
 __all__ = ["AsyncCheckpointer", "Checkpointer", "PyTreeCheckpointer", "StandardCheckpointer"]
 
 Path = str | os.PathLike[str]
-_DEFAULT = "default"
 
 
 class Checkpointer:
@@ -94,11 +94,7 @@ class Checkpointer:
         """
         self.wait_until_finished()
         given = self._args(0, args, kwargs)
-        saved: dict[str, Any] = {}
-        is_composite = isinstance(given, args_lib.Composite)
-        for name, each in (dict(given.items()) if is_composite else {None: given}).items():
-            saved[name or _DEFAULT] = _items.saved_item(each, self._handlers.own(name, each))
-        what: dict[str, Any] = {"items": saved} if is_composite else {"state": saved[_DEFAULT]}
+        what = _items.saved_items(given, self._handlers.own)
         try:
             commit = ckpt.sync.save(
                 os.fspath(directory),
@@ -144,20 +140,14 @@ class Checkpointer:
         """
         self.wait_until_finished()
         path = os.fspath(directory)
-        given: Any = self._args(1, args, kwargs) if args or kwargs else None
+        several = isinstance(self._handler, CompositeCheckpointHandler)
+        given: Any = None if several and not (args or kwargs) else self._args(1, args, kwargs)
         found = ckpt.sync.metadata(path)
         is_composite = isinstance(given, args_lib.Composite)
-        asked = dict(given.items()) if is_composite else dict.fromkeys(found.items, given)
-        wanted = {
-            name: _items.wanted_item(
-                each,
-                lambda: found,
-                name,
-                self._handlers.own(name if is_composite else None, each),
-            )
-            for name, each in asked.items()
-        }
-        loaded = _items.loaded_items(partial(ckpt.sync.load, path), lambda: found, wanted)
+        asked = dict(given) if is_composite else dict.fromkeys(found.items, given)
+        load = partial(ckpt.sync.load, path)
+        own = self._handlers.own
+        loaded = _items.restored_items(load, lambda: found, asked, own, is_named=is_composite)
         is_single = found.unnamed and not is_composite
         return next(iter(loaded.values())) if is_single else args_lib.Composite(**loaded)
 

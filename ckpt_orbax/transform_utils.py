@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
@@ -36,18 +36,23 @@ class RestoreTransform(Transform):
     multi_value_fn_input_args: dict[str, Any] | None = None
 
 
-def renames_of(transforms: Any, stored: Container[str]) -> tuple[dict[str, str], bool]:
+def renames_of(
+    transforms: Any, stored: Iterable[str], *, keeps_others: bool = False
+) -> tuple[dict[str, str], bool]:
     """Return new paths of stored leaves, and True if leaves that are not stored keep their values.
 
     Args:
         transforms: The transforms.
         stored: Leaf paths of the checkpoint.
+        keeps_others: True if leaves without a transform stay as they are in the target.
 
     Raises:
         NotImplementedError: A transform has a function of values, or a pattern.
     """
-    renames: dict[str, str] = {}
     given = list(_flat(transforms, ()))
+    # A leaf under a name that the target does not have leaves the target its own.
+    unused = {path: f"{path}.unused" for path in stored}
+    renames = dict(unused) if keeps_others else {}
     for keys, each in given:
         path = ".".join(keys)
         if not isinstance(each, Transform):
@@ -62,15 +67,15 @@ def renames_of(transforms: Any, stored: Container[str]) -> tuple[dict[str, str],
                 f"transforms: {path}: patterns are not supported. Use ckpt.load(path, like=target, "
                 "adapt=ckpt.Adapt(rename={'old.*': 'new.*'}))"
             )
-        if each.use_fallback:
-            if path in stored:
-                # A name that the target does not have, so that it keeps its own leaf.
-                renames[path] = f"{path}.unused"
-        elif each.original_key is not None:
+        if each.use_fallback and path in unused:
+            renames[path] = unused[path]
+        elif each.original_key is None:
+            renames.pop(path, None)
+        elif not each.use_fallback:
             original = each.original_key
             keys = tuple(original.split("/")) if isinstance(original, str) else tuple(original)
             renames[".".join(map(str, keys))] = path
-    return renames, not given or any(each.use_fallback for _, each in given)
+    return renames, keeps_others or not given or any(each.use_fallback for _, each in given)
 
 
 def _flat(tree: Any, keys: tuple[str, ...]) -> Any:

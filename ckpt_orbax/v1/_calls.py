@@ -8,6 +8,7 @@ import contextvars
 import dataclasses
 import datetime
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -113,6 +114,16 @@ class ThreadResponse:
         self._future.add_done_callback(
             lambda done: None if done.exception() is not None else callback(done.result())
         )
+
+
+def deprecated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function for an old name of it, which warns."""
+
+    def old(*args: Any, **kwargs: Any) -> Any:
+        warnings.warn(f"Use `{function.__name__}` instead.", DeprecationWarning, stacklevel=2)
+        return function(*args, **kwargs)
+
+    return old
 
 
 class OneName:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -274,18 +273,8 @@ def delete_async(path: PathLike, **options: Any) -> ThreadResponse:
     return ThreadResponse(partial(delete, path, **options))
 
 
-def _deprecated(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function under its old name, which warns."""
-
-    def old(*args: Any, **kwargs: Any) -> Any:
-        warnings.warn(f"Use `{name}` instead.", DeprecationWarning, stacklevel=2)
-        return function(*args, **kwargs)
-
-    return old
-
-
-save_pytree: Callable[..., Any] = _deprecated("save", save)
-save_pytree_async: Callable[..., Any] = _deprecated("save_async", save_async)
-load_pytree: Callable[..., Any] = _deprecated("load", load)
-pytree_metadata: Callable[..., Any] = _deprecated("metadata", metadata)
-load_pytree_async: Callable[..., Any] = _deprecated("load_async", load_async)
+save_pytree: Callable[..., Any] = _calls.deprecated(save)
+save_pytree_async: Callable[..., Any] = _calls.deprecated(save_async)
+load_pytree: Callable[..., Any] = _calls.deprecated(load)
+pytree_metadata: Callable[..., Any] = _calls.deprecated(metadata)
+load_pytree_async: Callable[..., Any] = _calls.deprecated(load_async)

@@ -17,10 +17,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["CONTRACTS", "Contract", "contract", "outcomes", "tried"]
+__all__ = [
+    "CONTRACTS",
+    "REFUSED",
+    "Contract",
+    "contract",
+    "differs",
+    "outcomes",
+    "refuses",
+    "tried",
+]
 
 Body = Callable[[Any, Path], Iterator[Any]]
 
+# The outcome of what `ckpt_orbax` refuses.
+REFUSED = "NotImplementedError"
 # Errors that programs catch, the most special first.
 _ERRORS = (
     *(FileNotFoundError, FileExistsError, KeyError, ValueError, TypeError, NotImplementedError),
@@ -44,6 +55,11 @@ class Contract:
     why: str = ""
     differs: Mapping[int, Any] = field(default_factory=dict)
 
+    @property
+    def is_refused(self) -> bool:
+        """True if `ckpt_orbax` refuses what Orbax does."""
+        return REFUSED in self.differs.values()
+
 
 CONTRACTS: dict[str, Contract] = {}
 
@@ -56,6 +72,11 @@ def contract(function: Body) -> Body:
 def differs(why: str, outcomes: Mapping[int, Any]) -> Callable[[Body], Body]:
     """Add a contract of which some outcomes differ, for a reason."""
     return lambda function: _added(function, why, outcomes)
+
+
+def refuses(what: str) -> Callable[[Body], Body]:
+    """Add a contract of one outcome that is refused."""
+    return lambda function: _added(function, what, {0: REFUSED})
 
 
 def _added(function: Body, why: str, outcomes: Mapping[int, Any]) -> Body:

@@ -25,6 +25,12 @@ def saved(ocp: Any, root: Path, *steps: int, **options: Any) -> Any:
     return mngr
 
 
+def blocking(ocp: Any, root: Path, **more: Any) -> Any:
+    """Return a manager for saves that Orbax refuses: its threads would go on for minutes."""
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    return ocp.CheckpointManager(root, options=options, **more)
+
+
 # --- One item -------------------------------------------------------------------------------------
 
 

@@ -11,11 +11,11 @@ import ckpt_orbax.v1
 from tests.interop.contracts.runners import on_orbax
 from tests.interop.contracts.table import CONTRACTS as TABLE
 from tests.interop.contracts.table import Contract as TableContract
-from tests.orbax_calls import checkpointers, managers, newer, runs
+from tests.orbax_calls import arguments, checkpointers, leaves, managers, newer, refusals, runs
 from tests.orbax_calls.contracts import CONTRACTS, Contract, outcomes
 from tests.support.paths import ROOT
 
-MODULES = (managers, runs, checkpointers, newer)
+MODULES = (managers, leaves, arguments, runs, checkpointers, newer, refusals)
 # Orbax closes loops late after an error.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -39,7 +39,10 @@ def test_the_page_counts_them_and_names_those_that_differ() -> None:
     page = " ".join((ROOT / "docs" / "how-to" / "orbax-in-one-line.md").read_text().split())
     apart = [each for each in CONTRACTS.values() if each.why]
     total = len(CONTRACTS) + len(TABLE)
-    assert f"state {total} contracts" in page
-    assert f"{total - len(apart)} hold as they are, and {len(apart)} differ" in page
+    refused = sum(each.is_refused for each in apart)
+    assert f"run {total} contracts" in page
+    assert (
+        f"{total - len(apart)} hold, {len(apart) - refused} differ, and {refused} are refused"
+    ) in page
     for each in apart:
-        assert each.why in page
+        assert each.why in page, each.name

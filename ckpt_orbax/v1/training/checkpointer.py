@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Self
@@ -206,8 +204,7 @@ class Checkpointer:
             return None
         items = _calls.items_to_save(checkpointables, current(self._context))
         given = {"items": items, "metrics": metrics, "custom_metadata": custom_metadata}
-        info = policies.PolicyCheckpointInfo(step, datetime.datetime.now(tz=datetime.UTC), metrics)
-        commit = self._manager._start(info, given, "replace" if exists else "error")
+        commit = self._manager._start(step, metrics, given, "replace" if exists else "error")
         return AsyncResponse(commit, True, self.wait)
 
     def load(
@@ -412,14 +409,6 @@ class Checkpointer:
         return step
 
 
-def _old(name: str) -> Any:
-    def call(self: Checkpointer, *args: Any, **kwargs: Any) -> Any:
-        warnings.warn(f"Use `{name}` instead.", DeprecationWarning, stacklevel=2)
-        return getattr(self, name)(*args, **kwargs)
-
-    return call
-
-
 for _name, _new in {
     "save_pytree": "save",
     "save_pytree_async": "save_async",
@@ -427,4 +416,4 @@ for _name, _new in {
     "load_pytree_async": "load_async",
     "pytree_metadata": "metadata",
 }.items():
-    setattr(Checkpointer, _name, _old(_new))
+    setattr(Checkpointer, _name, _calls.deprecated(getattr(Checkpointer, _new)))
