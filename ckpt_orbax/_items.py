@@ -16,8 +16,11 @@ import numpy as np
 
 import ckpt
 from ckpt_orbax import args as args_lib
+from ckpt_orbax.handlers import ItemHandlers
+from ckpt_orbax.metadata import TreeMetadata
 from ckpt_orbax.transform_utils import renames_of
-from ckpt_orbax.type_handlers import ArrayRestoreArgs, RestoreArgs, SaveArgs
+from ckpt_orbax.tree import leaf_path, serialize_tree
+from ckpt_orbax.type_handlers import NO_LAYOUTS, ArrayRestoreArgs, RestoreArgs, SaveArgs
 
 _shaped: Any = jax.ShapeDtypeStruct
 
@@ -111,27 +114,22 @@ def loaded_items(
     """
     like = {name: each.like for name, each in wanted.items()}
     adapt = {name: each.adapt for name, each in wanted.items() if each.adapt is not None}
-    given = dict(like)
     try:
         found = load(items=like, adapt=adapt or None)
     except (ckpt.errors.TargetMismatchError, ckpt.errors.InvalidArgumentError):
         there = stored()
-        for name in wanted:
+        for name, each in wanted.items():
             if name not in there.items:
                 raise KeyError(
                     f"{there.info.path} has no item {name!r}: {list(there.items)}"
                 ) from None
-        # Orbax casts to what the target has, also where it is of another kind.
-        for name, target in given.items():
-            known = adapt.get(name, ckpt.Adapt())
-            leaves = there.leaves.get(name, {})
-            cast = casts(target, leaves, known.rename)
+            # Orbax casts to what the target has, also where it is of another kind.
+            known, leaves = each.adapt or ckpt.Adapt(), there.leaves.get(name, {})
+            cast = casts(each.like, leaves, known.rename)
             adapt[name] = dataclasses.replace(known, cast=cast or None)
-            like[name] = _with_stored_numbers(target, leaves)
-        found = None
-    if found is None:
+            like[name] = _with_stored_numbers(each.like, leaves)
         found = load(items=like, adapt=adapt)
-        found = {name: jax.tree.map(_number, given[name], each) for name, each in found.items()}
+        found = {n: jax.tree.map(_number, wanted[n].like, each) for n, each in found.items()}
     return {name: each.result(found[name]) for name, each in wanted.items()}
 
 
@@ -152,38 +150,20 @@ def _number(like: Any, found: Any) -> Any:
     return kind(found) if kind in _NUMBERS and type(found) in _NUMBERS else found
 
 
-def restored_items(
-    load: Callable[..., Any],
-    stored: Stored,
-    asked: Mapping[str, Any],
-    own: Callable[[str | None, Any], Any],
-    *,
-    is_named: bool = True,
-) -> dict[str, Any]:
-    """Return items by name, as their arguments ask for them.
+def by_name(args: Any) -> dict[Any, Any]:
+    """Return the arguments of each item; the name of a single one is None."""
+    return dict(args) if isinstance(args, args_lib.Composite) else {None: args}
 
-    Args:
-        load: As for `loaded_items`.
-        stored: Returns what is stored.
-        asked: The arguments of each item.
-        own: Returns the user's own handler of an item by its name and arguments.
-        is_named: False if handlers do not go by the names of items.
-    """
-    wanted = {
-        name: wanted_item(each, stored, name, own(name if is_named else None, each))
-        for name, each in asked.items()
+
+def saved_items(args: Any, handlers: ItemHandlers) -> dict[str, Any]:
+    """Return the arguments of a save of `ckpt`: a `state`, or `items` by name."""
+    saved = {
+        name: _saved_item(each, handlers.own(name, each)) for name, each in by_name(args).items()
     }
-    return loaded_items(load, stored, wanted)
+    return {"items": saved} if isinstance(args, args_lib.Composite) else {"state": saved[None]}
 
 
-def saved_items(args: Any, own: Callable[[str | None, Any], Any]) -> dict[str, Any]:
-    """Return what a save of `ckpt` is given for arguments, with handlers as `restored_items`."""
-    if not isinstance(args, args_lib.Composite):
-        return {"state": saved_item(args, own(None, args))}
-    return {"items": {name: saved_item(each, own(name, each)) for name, each in args.items()}}
-
-
-def saved_item(args: Any, handler: Any = None) -> Any:
+def _saved_item(args: Any, handler: Any) -> Any:
     """Return what `ckpt` saves for the arguments of an item."""
     if handler is None and isinstance(args, _TREES_TO_SAVE):
         return _cast(args.item, args.save_args)
@@ -197,23 +177,39 @@ def saved_item(args: Any, handler: Any = None) -> Any:
     return HandledItem(handler, args)
 
 
-def wanted_item(args: Any, stored: Stored, name: str, handler: Any = None) -> Wanted:
-    """Return what a restore asks of an item.
+def wanted_items(
+    asked: Mapping[Any, Any], stored: Stored, handlers: ItemHandlers, *, named: bool
+) -> dict[str, Wanted]:
+    """Return what a restore asks of each item.
 
     Args:
-        args: The arguments; None for the item as it was saved.
+        asked: The arguments of each item; None for an item as it was saved.
         stored: Returns what is stored, if it has to be known.
-        name: Name of the item.
-        handler: A handler of the user's own.
+        handlers: The handlers of the user's own.
+        named: False if they are for a single item.
 
     Raises:
         NotImplementedError: Something is asked for that is not supported.
     """
+    return {
+        name: _wanted_item(each, stored, name, handlers.own(name if named else None, each))
+        for name, each in asked.items()
+    }
+
+
+def _wanted_item(args: Any, stored: Stored, name: str, handler: Any) -> Wanted:
     if handler is not None:
-        return _handled(args, handler)
+        return handled(HandledItem(handler, args))
+    # What `jax.tree.map` makes of metadata is metadata, too.
+    given = {} if args is None else vars(args)
+    trees = {key: value.tree for key, value in given.items() if isinstance(value, TreeMetadata)}
+    args = dataclasses.replace(args, **trees) if trees else args
     match args:
-        case None | args_lib.JsonRestore() | args_lib.NumpyRandomKeyRestore():
+        case args_lib.JsonRestore() | args_lib.NumpyRandomKeyRestore():
             return Wanted()
+        case None:
+            is_tree = not isinstance(stored().items.get(name), ckpt.types.ItemInfo)
+            return Wanted(result=serialize_tree) if is_tree else Wanted()
         case args_lib.StandardRestore():
             return _standard(args, stored, name)
         case args_lib.PyTreeRestore():
@@ -226,24 +222,23 @@ def wanted_item(args: Any, stored: Stored, name: str, handler: Any = None) -> Wa
         case args_lib.ProtoRestore():
             return Wanted(args.item)
         case _:
-            return _handled(args, args_lib.get_registered_handler_cls(args)())
+            return handled(HandledItem(args_lib.get_registered_handler_cls(args)(), args))
 
 
-def _handled(args: Any, handler: Any) -> Wanted:
-    item = HandledItem(handler, args)
+def handled(item: Any) -> Wanted:
+    """Return how an item is restored that keeps what it loads in `found`."""
     return Wanted(item, result=lambda _: item.found)
 
 
 def _standard(args: args_lib.StandardRestore, stored: Stored, name: str) -> Wanted:
     if args.support_layout:
-        raise NotImplementedError(
-            "support_layout=True: layouts are not restored; use jax.device_put afterwards"
-        )
+        raise NotImplementedError(NO_LAYOUTS)
     if args.item is None:
         if args.fallback_sharding is None:
-            return Wanted()
+            return Wanted(result=serialize_tree)
         tree = stored().items[name]
-        return Wanted(jax.tree.map(partial(_placed, args.fallback_sharding), tree))
+        like = jax.tree.map(partial(_placed, args.fallback_sharding), tree)
+        return Wanted(like, result=serialize_tree)
     return Wanted(args.item, None if args.strict else ckpt.Adapt(resize="both"))
 
 
@@ -275,7 +270,9 @@ def _tree(args: args_lib.PyTreeRestore, leaves: Callable[[], Mapping[str, Any]])
         like = jax.tree_util.tree_map_with_path(
             lambda path, leaf: leaf if leaf is ... else leaves().get(leaf_path(path), leaf), like
         )
-    if like is None or not (args.partial_restore or not is_strict or args.transforms is not None):
+    if like is None:
+        return Wanted(result=serialize_tree)
+    if not (args.partial_restore or not is_strict or args.transforms is not None):
         return Wanted(like)
     renames: dict[str, str] = {}
     keeps = False
@@ -340,8 +337,8 @@ def _leaf(args: Any, like: Any, stored: Callable[[], Any]) -> Any:
         there = stored()
         if there is None or (dtype is None and args.restore_type is None):
             return like if there is None else there
-        dtype = there.dtype if dtype is None else dtype
-        shape = shape or there.shape
+        dtype = getattr(there, "dtype", np.result_type(there)) if dtype is None else dtype
+        shape = shape or np.shape(there)
     if not isinstance(args, ArrayRestoreArgs):
         # One value, which looks like an array of this shape and takes no memory.
         return np.broadcast_to(np.zeros((), dtype), shape)
@@ -362,14 +359,3 @@ def _cast(item: Any, save_args: Any) -> Any:
 
     is_leaf = lambda value: isinstance(value, SaveArgs)  # noqa: E731
     return jax.tree.map(cast, save_args, item, is_leaf=is_leaf)
-
-
-def leaf_path(path: tuple[Any, ...]) -> str:
-    """Return the leaf path of `ckpt` for a key path of jax."""
-    return ".".join(
-        str(next(getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)))
-        .replace("%", "%25")
-        .replace(".", "%2E")
-        .replace("/", "%2F")
-        for key in path
-    )

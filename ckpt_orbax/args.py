@@ -350,11 +350,15 @@ def get_registered_args_cls(handler: Any) -> tuple[type, type]:
         save_args, restore_args = ocp.args.get_registered_args_cls(ocp.StandardCheckpointHandler)
         ```
     """
-    kind = handler if isinstance(handler, type) else type(handler)
-    known: Mapping[str, type] = next((_ARGS[c] for c in kind.__mro__ if c in _ARGS), {})
-    if known.keys() != {"save", "restore"}:
-        raise ValueError(f"{kind.__name__} has no arguments: use register_with_handler")
+    known = _known(handler)
+    if not has_registered_args(handler):
+        raise ValueError(f"{handler} has no arguments: use register_with_handler")
     return known["save"], known["restore"]
+
+
+def _known(handler: Any) -> Mapping[str, type]:
+    kind = handler if isinstance(handler, type) else type(handler)
+    return next((_ARGS[c] for c in kind.__mro__ if c in _ARGS), {})
 
 
 def has_registered_args(handler: Any) -> bool:
@@ -365,8 +369,4 @@ def has_registered_args(handler: Any) -> bool:
         assert ocp.args.has_registered_args(ocp.JsonCheckpointHandler)
         ```
     """
-    try:
-        get_registered_args_cls(handler)
-    except ValueError:
-        return False
-    return True
+    return _known(handler).keys() == {"save", "restore"}

@@ -312,12 +312,10 @@ class CheckpointManager:
             raise StepAlreadyExistsError(f"{self._directory} has step {step} already")
         if args is None:
             args = self._legacy_args(items, save_kwargs, 0)
-        named = dict(args) if isinstance(args, args_lib.Composite) else {None: args}
-        for name, each in named.items():
+        for name, each in _items.by_name(args).items():
             _check_name(name)
             self._handlers.check(name, each)
-        given = _items.saved_items(args, self._handlers.own)
-        given["custom_metadata"] = custom_metadata
+        given = _items.saved_items(args, self._handlers) | {"custom_metadata": custom_metadata}
         options = self._options
         if metrics is not None and options.best_fn and not options.prevent_write_metrics:
             given["metrics"] = metrics
@@ -416,11 +414,9 @@ class CheckpointManager:
             args = self._legacy_args(items, restore_kwargs, 1)
         if args is None and not self._is_single:
             args = args_lib.Composite(**dict.fromkeys(stored().items))
-        asked = dict(args) if isinstance(args, args_lib.Composite) else {DEFAULT_ITEM_NAME: args}
-        load = partial(self._manager.restore, step)
-        found = _items.restored_items(
-            load, stored, asked, self._handlers.own, is_named=not self._is_single
-        )
+        asked = {DEFAULT_ITEM_NAME: args} if self._is_single else _items.by_name(args)
+        wanted = _items.wanted_items(asked, stored, self._handlers, named=not self._is_single)
+        found = _items.loaded_items(partial(self._manager.restore, step), stored, wanted)
         self._log("restore", step, began)
         return found[DEFAULT_ITEM_NAME] if self._is_single else args_lib.Composite(**found)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 import ckpt
 import ckpt.sync
-from ckpt_orbax.type_handlers import ArrayRestoreArgs, RestoreArgs
+from ckpt_orbax.type_handlers import NO_LAYOUTS, ArrayRestoreArgs, RestoreArgs
 
 PLACEHOLDER = ...
 _LEAST_PAUSE_SECONDS = 0.05
@@ -43,9 +43,7 @@ def construct_restore_args(
         ```
     """
     if support_layout:
-        raise NotImplementedError(
-            "support_layout=True: layouts are not restored; use jax.device_put afterwards"
-        )
+        raise NotImplementedError(NO_LAYOUTS)
 
     def of_leaf(leaf: Any, sharding: Any = None) -> Any:
         if leaf is PLACEHOLDER:

@@ -94,12 +94,10 @@ class Checkpointer:
         """
         self.wait_until_finished()
         given = self._args(0, args, kwargs)
-        what = _items.saved_items(given, self._handlers.own)
         try:
             commit = ckpt.sync.save(
                 os.fspath(directory),
-                what.pop("state", None),
-                **what,
+                **_items.saved_items(given, self._handlers),
                 handlers=[_items.JsonItemHandler()],
                 if_exists="replace" if force else "error",
                 custom_metadata=custom_metadata,
@@ -144,10 +142,10 @@ class Checkpointer:
         given: Any = None if several and not (args or kwargs) else self._args(1, args, kwargs)
         found = ckpt.sync.metadata(path)
         is_composite = isinstance(given, args_lib.Composite)
+        stored = lambda: found  # noqa: E731
         asked = dict(given) if is_composite else dict.fromkeys(found.items, given)
-        load = partial(ckpt.sync.load, path)
-        own = self._handlers.own
-        loaded = _items.restored_items(load, lambda: found, asked, own, is_named=is_composite)
+        wanted = _items.wanted_items(asked, stored, self._handlers, named=is_composite)
+        loaded = _items.loaded_items(partial(ckpt.sync.load, path), stored, wanted)
         is_single = found.unnamed and not is_composite
         return next(iter(loaded.values())) if is_single else args_lib.Composite(**loaded)
 

@@ -12,7 +12,7 @@ import numpy as np
 import ckpt
 from ckpt_orbax import args as args_lib
 from ckpt_orbax import handlers
-from ckpt_orbax._items import leaf_path
+from ckpt_orbax.tree import leaf_path, serialize_tree
 
 # Names of handlers of Orbax, by the handlers of `ckpt`.
 _HANDLERS: dict[str, str] = {
@@ -168,14 +168,14 @@ def step_metadata(found: ckpt.StepMetadata, *, is_single: bool) -> StepMetadata:
 
 
 def _described(tree: Any) -> Any:
-    """Return a tree in which values of Python are described, as its arrays are."""
+    """Return a tree of dicts and lists in which values of Python are described like arrays."""
 
     def described(path: tuple[Any, ...], leaf: Any) -> Any:
         if isinstance(leaf, bool | int | float | complex):
             return ScalarMetadata(leaf_path(path), dtype=np.asarray(leaf).dtype)
         return StringMetadata(leaf_path(path)) if isinstance(leaf, str) else leaf
 
-    return jax.tree_util.tree_map_with_path(described, tree)
+    return jax.tree_util.tree_map_with_path(described, serialize_tree(tree))
 
 
 class _Metrics(dict[str, Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -33,3 +34,39 @@ def to_shape_dtype_struct(
     sharding = getattr(arr, "sharding", None)
     kind = arr.dtype if dtype is None else dtype
     return _shaped(tuple(arr.shape), kind, sharding=sharding)
+
+
+def serialize_tree(tree: Any, keep_empty_nodes: bool = True) -> Any:
+    """Return a tree with dicts in place of its classes and named tuples, and lists for tuples.
+
+    Args:
+        tree: Any tree of jax.
+        keep_empty_nodes: Empty ones are kept: those of a class are None.
+
+    Example:
+        ```python
+        assert ocp.tree.serialize_tree({"pair": (1, 2)}) == {"pair": [1, 2]}
+        ```
+    """
+    entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda each: each is not tree)
+    if not entries:
+        return {} if isinstance(tree, Mapping) else tree if type(tree) in (list, tuple) else None
+    if not entries[0][0]:
+        return tree
+    values = [serialize_tree(value) for _, value in entries]
+    keys = [_key_name(path[0]) for path, _ in entries]
+    is_sequence = isinstance(entries[0][0][0], jax.tree_util.SequenceKey)
+    return values if is_sequence else dict(zip(keys, values, strict=True))
+
+
+def leaf_path(path: tuple[Any, ...]) -> str:
+    """Return the leaf path of `ckpt` for a key path of jax."""
+    return ".".join(
+        str(_key_name(key)).replace("%", "%25").replace(".", "%2E").replace("/", "%2F")
+        for key in path
+    )
+
+
+def _key_name(key: Any) -> Any:
+    """Return what stands in a key of jax: a key of a dict, a name, or a position."""
+    return next(getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name))

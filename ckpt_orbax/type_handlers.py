@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 
 import jax
 
+NO_LAYOUTS = "support_layout=True: layouts are not restored; use jax.device_put afterwards"
+
 
 @dataclasses.dataclass
 class SaveArgs:

@@ -36,14 +36,11 @@ class StandardNameFormat:
 
     def find_all(self, base_path: str | os.PathLike[str]) -> Iterator[Metadata]:
         """Yield the whole steps of a root, ascending."""
-        found = {}
-        for each in Path(base_path).iterdir() if os.path.isdir(base_path) else ():
-            for names in self._names:
-                step = names.step(each.name)
-                if step is not None and step not in found and is_checkpoint_finalized(each):
-                    found[step] = each
-        for step in sorted(found):
-            yield Metadata(step, found[step])
+        root, names = os.fspath(base_path), names_of_format(self)
+        with ckpt.sync.CheckpointManager(root, step_names=names, mode="r") as mgr:
+            for info in mgr.steps():
+                assert info.step is not None
+                yield Metadata(info.step, Path(info.path))
 
     def find_step(self, base_path: str | os.PathLike[str], step: int) -> Metadata:
         """Return a step.
@@ -205,8 +202,7 @@ def checkpoint_steps(checkpoint_dir: str | os.PathLike[str], **_: Any) -> list[i
         print(ocp.path.step.checkpoint_steps(directory))
         ```
     """
-    with ckpt.sync.CheckpointManager(os.fspath(checkpoint_dir), mode="r") as mgr:
-        return mgr.all_steps()
+    return [each.step for each in standard_name_format().find_all(checkpoint_dir)]
 
 
 def is_checkpoint_finalized(path: str | os.PathLike[str]) -> bool:

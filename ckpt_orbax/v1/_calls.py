@@ -21,6 +21,7 @@ import ckpt
 import ckpt.sync
 from ckpt_orbax import _items
 from ckpt_orbax.metadata import nested_metrics
+from ckpt_orbax.tree import serialize_tree
 from ckpt_orbax.v1.context import Context
 from ckpt_orbax.v1.handlers import HandledCheckpointable, handler_of
 
@@ -116,16 +117,6 @@ class ThreadResponse:
         )
 
 
-def deprecated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function for an old name of it, which warns."""
-
-    def old(*args: Any, **kwargs: Any) -> Any:
-        warnings.warn(f"Use `{function.__name__}` instead.", DeprecationWarning, stacklevel=2)
-        return function(*args, **kwargs)
-
-    return old
-
-
 class OneName:
     """Names of steps of a manager whose only step is the checkpoint at a path."""
 
@@ -209,10 +200,11 @@ def wanted_items(
         kind = handler_of(stored.info.path, name)
         handler = context.checkpointables.registry.of_stored(name, like, kind)
         if handler is not None:
-            item = HandledCheckpointable(handler, like)
-            found[name] = _items.Wanted(item, result=partial(_found, item))
-        elif like is None or isinstance(stored.items.get(name), ckpt.types.ItemInfo):
+            found[name] = _items.handled(HandledCheckpointable(handler, like))
+        elif isinstance(stored.items.get(name), ckpt.types.ItemInfo):
             found[name] = _items.Wanted(like)
+        elif like is None:
+            found[name] = _items.Wanted(result=serialize_tree)
         else:
             is_resized = context.array.loading.enable_padding_and_truncation
             is_partial = context.pytree.loading.partial_load
@@ -237,6 +229,16 @@ def _target(leaf: Any) -> Any:
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
+def deprecated(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function under its old name, which warns."""
+
+    def old(*args: Any, **kwargs: Any) -> Any:
+        warnings.warn(f"Use `{name}` instead.", DeprecationWarning, stacklevel=2)
+        return function(*args, **kwargs)
+
+    return old
+
+
 def check_whole(name: str | None) -> None:
     """Refuse to delete one item of a checkpoint."""
     if name is not None:
@@ -244,10 +246,6 @@ def check_whole(name: str | None) -> None:
             f"checkpointable_name={name!r}: items are not deleted by themselves. Delete the whole, "
             "or let ckpt.CheckpointManager drop items of old steps: ckpt.keep"
         )
-
-
-def _found(item: HandledCheckpointable, _: Any) -> Any:
-    return item.found
 
 
 def the_name(asked: str | None, stored: ckpt.StepMetadata) -> str:
@@ -289,5 +287,5 @@ def _abstract(stored: ckpt.StepMetadata, name: str, context: Context) -> Any:
     kind = handler_of(stored.info.path, name)
     handler = context.checkpointables.registry.of_stored(name, None, kind) if kind else None
     if handler is None:
-        return stored.items[name]
+        return serialize_tree(stored.items[name])
     return asyncio.run(handler.metadata(Path(stored.info.path, name)))

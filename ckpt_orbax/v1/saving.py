@@ -273,8 +273,8 @@ def delete_async(path: PathLike, **options: Any) -> ThreadResponse:
     return ThreadResponse(partial(delete, path, **options))
 
 
-save_pytree: Callable[..., Any] = _calls.deprecated(save)
-save_pytree_async: Callable[..., Any] = _calls.deprecated(save_async)
-load_pytree: Callable[..., Any] = _calls.deprecated(load)
-pytree_metadata: Callable[..., Any] = _calls.deprecated(metadata)
-load_pytree_async: Callable[..., Any] = _calls.deprecated(load_async)
+save_pytree: Callable[..., Any] = _calls.deprecated("save", save)
+save_pytree_async: Callable[..., Any] = _calls.deprecated("save_async", save_async)
+load_pytree: Callable[..., Any] = _calls.deprecated("load", load)
+pytree_metadata: Callable[..., Any] = _calls.deprecated("metadata", metadata)
+load_pytree_async: Callable[..., Any] = _calls.deprecated("load_async", load_async)

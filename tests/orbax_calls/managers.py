@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -144,12 +144,40 @@ def python_numbers_come_back(ocp: Any, root: Path) -> Iterator[Any]:
         yield mngr.restore(1, args=ocp.args.StandardRestore({"i": 0, "f": 0.0}))
 
 
-@differs("a tuple comes back as a tuple, not as a list", {0: ["tuple", 1, 2.5]})
+@contract
 def containers_without_a_target(ocp: Any, root: Path) -> Iterator[Any]:
     with ocp.CheckpointManager(root) as mngr:
         mngr.save(1, args=ocp.args.StandardSave({"t": (1, 2.5), "l": [3, 4]}))
         yield mngr.restore(1)["t"]
         yield mngr.restore(1)["l"]
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@contract
+def classes_without_a_target(ocp: Any, root: Path) -> Iterator[Any]:
+    with ocp.CheckpointManager(root) as mngr:
+        item: Any = {"pair": Pair(1, jnp.ones(2)), "none": None, "empty": {}, "nothing": ()}
+        mngr.save(1, args=ocp.args.PyTreeSave(item))
+        yield mngr.restore(1)
+        yield mngr.restore(1, args=ocp.args.PyTreeRestore())
+
+
+@contract
+def metadata_makes_a_target(ocp: Any, root: Path) -> Iterator[Any]:
+    ckptr = ocp.PyTreeCheckpointer()
+    ckptr.save(root / "one", [Pair(2, jnp.ones(2)), {"w": np.zeros(3)}])
+    metadata = ckptr.metadata(root / "one").item_metadata
+    restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
+    yield ckptr.restore(root / "one", args=ocp.args.PyTreeRestore(restore_args=restore_args))
+    with ocp.CheckpointManager(root / "run") as mngr:
+        mngr.save(1, args=ocp.args.StandardSave({"pair": Pair(jnp.ones(2), jnp.ones(1))}))
+    with ocp.CheckpointManager(root / "run", item_handlers=ocp.StandardCheckpointHandler()) as mngr:
+        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, mngr.item_metadata(1))
+        yield mngr.restore(1, args=ocp.args.StandardRestore(target))
 
 
 @contract

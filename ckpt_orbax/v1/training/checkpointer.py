@@ -416,4 +416,4 @@ for _name, _new in {
     "load_pytree_async": "load_async",
     "pytree_metadata": "metadata",
 }.items():
-    setattr(Checkpointer, _name, _calls.deprecated(getattr(Checkpointer, _new)))
+    setattr(Checkpointer, _name, _calls.deprecated(_new, getattr(Checkpointer, _new)))
