@@ -108,6 +108,7 @@ class CheckpointManager:
         self._is_single = self._handlers.is_single
         for name in (item_names or ()) if not isinstance(item_handlers, Mapping) else item_handlers:
             _check_name(name)
+        self._writes_metrics = bool(options.best_fn) and not options.prevent_write_metrics
         self._logger = logger
         self._directory = os.fspath(directory)
         self._save_policy = save_policy_of(options)
@@ -316,11 +317,10 @@ class CheckpointManager:
             _check_name(name)
             self._handlers.check(name, each)
         given = _items.saved_items(args, self._handlers) | {"custom_metadata": custom_metadata}
-        options = self._options
-        if metrics is not None and options.best_fn and not options.prevent_write_metrics:
+        if metrics is not None and self._writes_metrics:
             given["metrics"] = metrics
         self._start(step, metrics, given)
-        is_async = options.enable_async_checkpointing
+        is_async = self._options.enable_async_checkpointing
         if not is_async:
             self.wait_until_finished()
         self._log("save", step, began, synchronous=not is_async)
@@ -467,7 +467,7 @@ class CheckpointManager:
             ```
         """
         for info in self._infos:
-            if info.step == step and info.metrics is not None and self._options.best_fn:
+            if info.step == step and info.metrics is not None and self._writes_metrics:
                 return info.metrics
         try:
             return nested_metrics(self._manager.metrics(step)) or None

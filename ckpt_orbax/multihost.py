@@ -53,17 +53,17 @@ def is_primary_host(primary_host: int | None = 0) -> bool:
     return primary_host is None or bool(jax.process_index() == primary_host)
 
 
-def broadcast_one_to_all(value: Any) -> Any:
-    """Return a value of process 0 in every process.
+def broadcast_one_to_all(value: Any, is_source: bool | None = None) -> Any:
+    """Return a value of process 0, or of the one with `is_source`, in every process.
+
+    Its numbers come back as arrays of numpy.
 
     Example:
         ```python
         seed = ocp.multihost.broadcast_one_to_all(7)
         ```
     """
-    if jax.process_count() == 1:
-        return value
-    return multihost_utils.broadcast_one_to_all(value)
+    return multihost_utils.broadcast_one_to_all(value, is_source)
 
 
 def sync_global_processes(name: str, *_: Any, **__: Any) -> None:

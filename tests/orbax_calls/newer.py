@@ -281,3 +281,18 @@ def v1_a_handler_of_the_user(ocp: Any, root: Path) -> Iterator[Any]:
         yield v1.load_checkpointables(root / "a", {"note": Note})["note"].text
         yield v1.load_checkpointables(root / "a")["note"].text
         yield v1.checkpointables_metadata(root / "a").metadata["note"]
+
+
+@contract
+def v1_old_names_call_the_methods_of_a_subclass(ocp: Any, root: Path) -> Iterator[Any]:
+    calls = []
+
+    class Mine(ocp.v1.training.Checkpointer):
+        def save(self, step: int, state: Any, **more: Any) -> bool:
+            calls.append((step, more))
+            return bool(super().save(step, state, **more))
+
+    with Mine(root) as ckptr, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield ckptr.save_pytree(1, {"w": jnp.ones(2)}, force=True), calls
+        yield ckptr.load_pytree(1)

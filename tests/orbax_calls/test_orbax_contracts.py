@@ -11,11 +11,20 @@ import ckpt_orbax.v1
 from tests.interop.contracts.runners import on_orbax
 from tests.interop.contracts.table import CONTRACTS as TABLE
 from tests.interop.contracts.table import Contract as TableContract
-from tests.orbax_calls import arguments, checkpointers, leaves, managers, newer, refusals, runs
+from tests.orbax_calls import (
+    arguments,
+    checkpointers,
+    leaves,
+    managers,
+    newer,
+    refusals,
+    runs,
+    steps,
+)
 from tests.orbax_calls.contracts import CONTRACTS, Contract, outcomes
 from tests.support.paths import ROOT
 
-MODULES = (managers, leaves, arguments, runs, checkpointers, newer, refusals)
+MODULES = (managers, leaves, arguments, runs, checkpointers, newer, refusals, steps)
 # Orbax closes loops late after an error.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

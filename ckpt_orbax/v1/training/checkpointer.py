@@ -409,6 +409,11 @@ class Checkpointer:
         return step
 
 
+def _renamed(name: str) -> Any:
+    # By its name, since a subclass may have a method of its own.
+    return _calls.deprecated(name, lambda self, *args, **more: getattr(self, name)(*args, **more))
+
+
 for _name, _new in {
     "save_pytree": "save",
     "save_pytree_async": "save_async",
@@ -416,4 +421,4 @@ for _name, _new in {
     "load_pytree_async": "load_async",
     "pytree_metadata": "metadata",
 }.items():
-    setattr(Checkpointer, _name, _calls.deprecated(_new, getattr(Checkpointer, _new)))
+    setattr(Checkpointer, _name, _renamed(_new))
