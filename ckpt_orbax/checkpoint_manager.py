@@ -651,7 +651,7 @@ def _opened(
 def _write_root_metadata(root: Path, metadata: Mapping[str, Any]) -> None:
     """Write the metadata of a root on a disk at once, unless it has some."""
     path = root / METADATA_ITEM_NAME / "_ROOT_METADATA"
-    if path.exists() or path.with_name(METADATA_ITEM_NAME).exists():
+    if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f"{path.name}{TMP_DIR_SUFFIX}-{uuid.uuid4().hex}")

@@ -109,7 +109,7 @@ def handlers_by_name(ocp: Any, root: Path) -> Iterator[Any]:
 
 @contract
 def arguments_that_a_handler_does_not_take(ocp: Any, root: Path) -> Iterator[Any]:
-    with ocp.CheckpointManager(root, item_handlers=ocp.PyTreeCheckpointHandler()) as mngr:
+    with blocking(ocp, root, item_handlers=ocp.PyTreeCheckpointHandler()) as mngr:
         yield tried(lambda: mngr.save(1, args=ocp.args.StandardSave(state())))
         yield mngr.all_steps(), mngr.save(1, args=ocp.args.PyTreeSave(state()))
 

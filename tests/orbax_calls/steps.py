@@ -210,6 +210,16 @@ def names_of_the_users_own(ocp: Any, root: Path) -> Iterator[Any]:
         yield mngr.restore(1)
 
 
+@contract
+def metadata_of_a_root_as_older_versions_wrote_it(ocp: Any, root: Path) -> Iterator[Any]:
+    (root / "metadata").mkdir(parents=True)
+    (root / "metadata" / "metadata").write_text('{"of": "the root"}')
+    with saved(ocp, root, 1) as mngr:
+        yield mngr.metadata().custom_metadata, mngr.all_steps()
+    with ocp.CheckpointManager(root, metadata={"of": "another"}) as mngr:
+        yield mngr.metadata().custom_metadata
+
+
 # --- Loops ----------------------------------------------------------------------------------------
 
 
@@ -299,7 +309,7 @@ class OwnError(Exception):
     """An error of a handler."""
 
 
-@differs("The error of a handler is the cause of a `HandlerError`", {0: True, 1: False})
+@differs("its error is the cause of a `HandlerError`", {0: True, 1: False})
 def an_error_of_a_handler(ocp: Any, root: Path) -> Iterator[Any]:
     class Failing(ocp.CheckpointHandler):
         def save(self, directory: Any, item: Any) -> None:
@@ -315,6 +325,22 @@ def an_error_of_a_handler(ocp: Any, root: Path) -> Iterator[Any]:
         yield isinstance(error.__cause__, OwnError)
         yield isinstance(error, OwnError)
     yield (root / "a").exists()
+
+
+@differs("A handler restores from a copy of its files", {0: False})
+def the_directory_of_a_handler(ocp: Any, root: Path) -> Iterator[Any]:
+    class Where(ocp.CheckpointHandler):
+        def save(self, directory: Any, item: Any) -> None:
+            (directory / "a.txt").write_text(item)
+
+        def restore(self, directory: Any, item: Any = None) -> Any:
+            return str(directory).startswith(str(root)), (directory / "a.txt").read_text()
+
+    with ocp.Checkpointer(Where()) as ckptr:
+        ckptr.save(root / "a", "hello")
+        is_there, text = ckptr.restore(root / "a")
+    yield is_there
+    yield text
 
 
 @contract
