@@ -128,6 +128,7 @@ class CheckpointManager:
         if metadata and writes and "://" not in self._directory:
             _write_root_metadata(Path(self._directory), metadata)
         self._infos = self._listed()
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -396,9 +397,9 @@ class CheckpointManager:
         """
         began = time.time()
         self.wait_until_finished()
-        if directory is not None and os.fspath(directory) != self._directory:
+        if directory is not None or self._is_closed:
             options = dataclasses.replace(self._options, read_only=True)
-            other = CheckpointManager(directory, options=options)
+            other = CheckpointManager(directory or self._directory, options=options)
             other._handlers, other._is_single = self._handlers, self._is_single
             with other:
                 return other.restore(step, items, restore_kwargs, args=args)
@@ -540,6 +541,7 @@ class CheckpointManager:
         try:
             self.wait_until_finished()
         finally:
+            self._is_closed = True
             self._manager.close()
 
     def _listed(self) -> list[Step]:

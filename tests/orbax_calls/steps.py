@@ -5,14 +5,15 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from tests.orbax_calls.contracts import contract, differs, tried
-from tests.orbax_calls.managers import saved, state
+from tests.orbax_calls.managers import blocking, saved, state
 
 
 def by_loss(metrics: Any) -> float:
@@ -384,3 +385,75 @@ def two_managers_of_two_roots(ocp: Any, root: Path) -> Iterator[Any]:
     with saved(ocp, root / "a", 1, 2) as one, saved(ocp, root / "b", 7) as two:
         yield one.all_steps(), two.all_steps()
         yield jax.tree.map(np.asarray, one.restore(2)), two.restore(7)
+
+
+@contract
+def names_of_handlers_in_metadata(ocp: Any, root: Path) -> Iterator[Any]:
+    with ocp.CheckpointManager(root / "a") as mngr:
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(state()), config=ocp.args.JsonSave({"a": 1})
+        )
+        mngr.save(1, args=args)
+        mngr.wait_until_finished()
+        yield mngr.metadata(1).item_handlers
+    with saved(ocp, root / "b", 1) as mngr:
+        yield mngr.metadata(1).item_handlers
+
+
+@contract
+def times_of_a_step(ocp: Any, root: Path) -> Iterator[Any]:
+    with saved(ocp, root, 1) as mngr:
+        found = mngr.metadata(1)
+        yield 0 < found.init_timestamp_nsecs <= found.commit_timestamp_nsecs
+        yield found.metrics, found.custom_metadata
+
+
+@contract
+def a_tree_of_train_state(ocp: Any, root: Path) -> Iterator[Any]:
+    params = {"w": jnp.ones((2, 2)), "b": jnp.zeros(2)}
+    tree = {"params": params, "opt": optax.adamw(0.1).init(params), "step": 3}
+    with ocp.CheckpointManager(root) as mngr:
+        mngr.save(3, args=ocp.args.StandardSave(tree))
+        target = jax.eval_shape(lambda: tree)
+        found = mngr.restore(3, args=ocp.args.StandardRestore(target | {"step": 0}))
+        yield type(found["opt"]) is type(tree["opt"]), type(found["opt"][0]).__name__
+        yield jax.tree.map(np.asarray, found)
+        yield mngr.restore(3)["opt"]
+
+
+@contract
+def a_restore_of_all_items_by_targets(ocp: Any, root: Path) -> Iterator[Any]:
+    with ocp.CheckpointManager(root) as mngr:
+        args = {name: ocp.args.StandardSave(state(i)) for i, name in enumerate("abc")}
+        mngr.save(1, args=ocp.args.Composite(**args))
+        args = {name: ocp.args.StandardRestore(state(0)) for name in "ca"}
+        found = mngr.restore(1, args=ocp.args.Composite(**args))
+        yield sorted(found.keys()), found["a"], found.c
+
+
+@contract
+def a_restore_by_a_closed_manager(ocp: Any, root: Path) -> Iterator[Any]:
+    with saved(ocp, root, 1, 2) as mngr:
+        pass
+    yield mngr.restore(1)
+    yield mngr.restore(2, args=ocp.args.StandardRestore(state(0)))
+    yield tried(lambda: mngr.restore(3))
+
+
+@differs("A closed manager saves nothing", {0: False})
+def a_save_by_a_closed_manager(ocp: Any, root: Path) -> Iterator[Any]:
+    with blocking(ocp, root) as mngr:
+        pass
+    yield tried(lambda: mngr.save(2, args=ocp.args.StandardSave(state()))) is True
+
+
+@differs("step numbers are not below 0", {0: "ValueError"})
+def a_step_below_0(ocp: Any, root: Path) -> Iterator[Any]:
+    with ocp.CheckpointManager(root) as mngr:
+        yield tried(lambda: mngr.save(-1, args=ocp.args.StandardSave(state()), force=True))
+
+
+@contract
+def numbers_of_steps_of_other_types(ocp: Any, root: Path) -> Iterator[Any]:
+    with saved(ocp, root, cast(int, np.int64(7))) as mngr:
+        yield int(mngr.latest_step()), mngr.restore(np.int32(7)), mngr.restore(jnp.int32(7))
