@@ -483,7 +483,7 @@ def test_a_branch_comes_from_orbax_and_another_from_here(tmp_path: Path, write: 
     assert found["opt_state"]["mean"].tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("name", ["metadata", "train state", "params:v2", "-x"])
+@pytest.mark.parametrize("name", ["AUTO", "train state", "params:v2", "-x"])
 def test_items_have_the_names_that_orbax_gave_them(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
