@@ -123,6 +123,22 @@ def stores(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/stores", *options, env=env)
 
 
+@nox.session(python="3.11")
+def programs(session: nox.Session) -> None:
+    """Train with projects that know Orbax alone, by ckpt_orbax, and kill them: ten minutes.
+
+    They are installed as they are on the package index, in the versions that one file names.
+    Arguments after -- go to pytest.
+    """
+    folder = Path("tests/programs_of_others")
+    # The file names all that they import; much of what they ask for beside that they never do.
+    session.install("--no-deps", "--requirement", str(folder / "requirements.txt"))
+    session.install("-e", ".", *group("programs"))
+    options = (*WORKERS, "--dist", "loadgroup", "-o", "timeout=900", *session.posargs)
+    checks = str(folder / "checks.py")
+    session.run("python", "-m", "pytest", checks, *options, env=hermetic_env(session))
+
+
 @nox.session
 def contracts(session: nox.Session) -> None:
     """Run the contracts of Orbax, in its own calls, on the installed Orbax and on `ckpt_orbax`.

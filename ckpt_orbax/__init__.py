@@ -25,6 +25,7 @@ from ckpt_orbax.checkpoint_utils import PLACEHOLDER as PLACEHOLDER
 from ckpt_orbax.checkpointers import *
 from ckpt_orbax.handlers import *
 from ckpt_orbax.options import AsyncOptions as AsyncOptions
+from ckpt_orbax.options import CheckpointManagerOptions as CheckpointManagerOptions
 from ckpt_orbax.transform_utils import RestoreTransform as RestoreTransform
 from ckpt_orbax.transform_utils import Transform as Transform
 from ckpt_orbax.type_handlers import ArrayRestoreArgs as ArrayRestoreArgs

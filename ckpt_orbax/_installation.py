@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import ckpt_orbax
 
@@ -70,10 +70,9 @@ def install() -> None:
     sys.modules[f"{_NAME}.experimental"] = experimental
     experimental.__path__ = []
     module.experimental = experimental
+    experimental.v1 = ckpt_orbax.v1
     for name, ours in (dict(zip(_SAME, _SAME, strict=True)) | _OTHERS).items():
-        found = sys.modules[f"{_NAME}.{name}"] = importlib.import_module(f"ckpt_orbax.{ours}")
-        if name == "experimental.v1":
-            experimental.v1 = found
+        sys.modules[f"{_NAME}.{name}"] = importlib.import_module(f"ckpt_orbax.{ours}")
     sys.meta_path.insert(0, _Unknown())
 
 
@@ -84,13 +83,9 @@ class _Unknown:
         self, name: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
         if name.startswith(f"{_NAME}."):
-            _refuse(name)
+            raise ModuleNotFoundError(
+                f"{name}: ckpt_orbax has no such module. It has the public modules of Orbax: "
+                f"{', '.join(sorted((*_SAME, *_OTHERS)))}",
+                name=name,
+            )
         return None
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ModuleNotFoundError(
-        f"{name}: ckpt_orbax has no such module. It has the public modules of Orbax: "
-        f"{', '.join(sorted((*_SAME, *_OTHERS)))}",
-        name=name,
-    )

@@ -19,10 +19,8 @@ from ckpt_orbax import args as args_lib
 from ckpt_orbax.handlers import ItemHandlers
 from ckpt_orbax.metadata import TreeMetadata
 from ckpt_orbax.transform_utils import renames_of
-from ckpt_orbax.tree import leaf_path, serialize_tree
+from ckpt_orbax.tree import leaf_path, serialize_tree, shaped
 from ckpt_orbax.type_handlers import NO_LAYOUTS, ArrayRestoreArgs, RestoreArgs, SaveArgs
-
-_shaped: Any = jax.ShapeDtypeStruct
 
 _TREES_TO_SAVE = (args_lib.StandardSave, args_lib.PyTreeSave, args_lib.ArraySave)
 _NUMBERS = (bool, int, float)
@@ -36,21 +34,17 @@ class JsonItem:
         self.value = value
 
 
-class JsonItemHandler:
+class JsonItemHandler(ckpt.handlers.JsonHandler):
     """The JSON handler of `ckpt`, for items that are known to be JSON."""
-
-    def __init__(self) -> None:
-        self._json = ckpt.handlers.JsonHandler()
-        self.name: str = self._json.name
 
     def accepts(self, item: Any) -> bool:
         return isinstance(item, JsonItem)
 
     async def stage(self, item: Any, writer: Any) -> Awaitable[Any]:
-        return await self._json.stage(getattr(item, "value", item), writer)
+        return await super().stage(getattr(item, "value", item), writer)
 
     async def load(self, entry: Any, like: Any, adapt: Any, reader: Any) -> Any:
-        return await self._json.load(entry, None, adapt, reader)
+        return await super().load(entry, None, adapt, reader)
 
 
 class HandledItem:
@@ -234,10 +228,9 @@ def _standard(args: args_lib.StandardRestore, stored: Stored, name: str) -> Want
     if args.support_layout:
         raise NotImplementedError(NO_LAYOUTS)
     if args.item is None:
-        if args.fallback_sharding is None:
-            return Wanted(result=serialize_tree)
-        tree = stored().items[name]
-        like = jax.tree.map(partial(_placed, args.fallback_sharding), tree)
+        like = None
+        if args.fallback_sharding is not None:
+            like = jax.tree.map(partial(_placed, args.fallback_sharding), stored().items[name])
         return Wanted(like, result=serialize_tree)
     return Wanted(args.item, None if args.strict else ckpt.Adapt(resize="both"))
 
@@ -345,7 +338,7 @@ def _leaf(args: Any, like: Any, stored: Callable[[], Any]) -> Any:
     sharding = args.sharding
     if sharding is None and args.mesh is not None:
         sharding = jax.sharding.NamedSharding(args.mesh, args.mesh_axes)
-    return _shaped(tuple(shape), dtype, sharding=sharding)
+    return shaped(tuple(shape), dtype, sharding=sharding)
 
 
 def _cast(item: Any, save_args: Any) -> Any:

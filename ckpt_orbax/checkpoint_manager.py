@@ -24,7 +24,7 @@ from ckpt_orbax import args as args_lib
 from ckpt_orbax.handlers import CheckpointHandlerRegistry, ItemHandlers
 from ckpt_orbax.metadata import RootMetadata, StepMetadata, nested_metrics, step_metadata
 from ckpt_orbax.options import AsyncOptions as AsyncOptions
-from ckpt_orbax.options import CheckpointManagerOptions
+from ckpt_orbax.options import CheckpointManagerOptions as CheckpointManagerOptions
 from ckpt_orbax.options import FileOptions as FileOptions
 from ckpt_orbax.options import MultiprocessingOptions as MultiprocessingOptions
 from ckpt_orbax.path.step import names_of_format, standard_name_format
@@ -38,7 +38,7 @@ from ckpt_orbax.policies import (
 )
 from ckpt_orbax.utils import TMP_DIR_SUFFIX
 
-__all__ = ["CheckpointManager", "CheckpointManagerOptions", "StepAlreadyExistsError"]
+__all__ = ["AbstractCheckpointManager", "CheckpointManager", "StepAlreadyExistsError"]
 
 _LOG: logging.Logger = logging.getLogger("ckpt")
 
@@ -49,7 +49,11 @@ class StepAlreadyExistsError(ValueError):
     """The step exists."""
 
 
-class CheckpointManager:
+class AbstractCheckpointManager:
+    """The base class of managers, also of those that programs write."""
+
+
+class CheckpointManager(AbstractCheckpointManager):
     """Saves and restores the steps of one directory, with the calls of Orbax.
 
     The steps are those of `ckpt`, which Orbax reads; steps that Orbax wrote are read, too. It
@@ -438,7 +442,8 @@ class CheckpointManager:
             print(mngr.item_metadata(100)["params"])
             ```
         """
-        return self._step_metadata(step).item_metadata
+        found = step_metadata(self._described(step), is_single=bool(self._is_single))
+        return found.item_metadata
 
     def metadata(self, step: int | None = None) -> RootMetadata | StepMetadata:
         """Return the metadata of a step, or of the root.
@@ -453,11 +458,7 @@ class CheckpointManager:
         """
         if step is None:
             return RootMetadata(custom_metadata=self._manager.root_metadata())
-        return self._step_metadata(step)
-
-    def _step_metadata(self, step: int) -> StepMetadata:
-        found = self._described(step)
-        return step_metadata(found, is_single=bool(self._is_single))
+        return step_metadata(self._described(step), is_single=bool(self._is_single))
 
     def metrics(self, step: int) -> Any:
         """Return the metrics of a step; None if it has none.

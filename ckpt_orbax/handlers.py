@@ -71,11 +71,11 @@ class _BuiltIn(CheckpointHandler):
         return f"orbax.checkpoint._src.handlers.{words}_checkpoint_handler.{cls.__name__}"
 
 
-class BasePyTreeCheckpointHandler(_BuiltIn):
+class PyTreeCheckpointHandler(_BuiltIn):
     """Trees, with `PyTreeSave` and `PyTreeRestore`."""
 
 
-class PyTreeCheckpointHandler(BasePyTreeCheckpointHandler):
+class BasePyTreeCheckpointHandler(PyTreeCheckpointHandler):
     """Trees, with `PyTreeSave` and `PyTreeRestore`."""
 
 
@@ -113,7 +113,6 @@ class CompositeCheckpointHandler(_BuiltIn):
 
 
 _PAIRS = {
-    BasePyTreeCheckpointHandler: (args_lib.PyTreeSave, args_lib.PyTreeRestore),
     PyTreeCheckpointHandler: (args_lib.PyTreeSave, args_lib.PyTreeRestore),
     StandardCheckpointHandler: (args_lib.StandardSave, args_lib.StandardRestore),
     JsonCheckpointHandler: (args_lib.JsonSave, args_lib.JsonRestore),
@@ -222,16 +221,13 @@ class ItemHandlers:
             raise ValueError("handler_registry goes without item_handlers and item_names")
         if isinstance(given, CompositeCheckpointHandler):
             given = given.handlers
-        if isinstance(given, Mapping):
-            found._by_name = dict.fromkeys(names or ()) | dict(given)
-            found.is_single = False
-        elif given is not None:
+        if given is not None and not isinstance(given, Mapping):
             if names:
                 raise ValueError("item_names goes with handlers by name, and not with one handler")
             found._by_name = {None: given}
             found.is_single = True
-        elif names is not None:
-            found._by_name = dict.fromkeys(names)
+        elif given is not None or names is not None:
+            found._by_name = dict.fromkeys(names or ()) | dict(given or {})
             found.is_single = False
         if registry is not None:
             found._by_args = registry.get_all_entries()

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-_shaped: Any = jax.ShapeDtypeStruct
+shaped: Any = jax.ShapeDtypeStruct
 
 
 def to_shape_dtype_struct(
@@ -30,10 +30,10 @@ def to_shape_dtype_struct(
     if isinstance(arr, int | float | str):
         return arr if scalar_dtype is None or isinstance(arr, str) else scalar_dtype(arr)
     if isinstance(arr, np.ndarray | np.generic):
-        return _shaped(arr.shape, arr.dtype if dtype is None else np.dtype(dtype))
+        return shaped(arr.shape, arr.dtype if dtype is None else np.dtype(dtype))
     sharding = getattr(arr, "sharding", None)
     kind = arr.dtype if dtype is None else dtype
-    return _shaped(tuple(arr.shape), kind, sharding=sharding)
+    return shaped(tuple(arr.shape), kind, sharding=sharding)
 
 
 def serialize_tree(tree: Any, keep_empty_nodes: bool = True) -> Any:
