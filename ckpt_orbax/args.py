@@ -18,7 +18,8 @@ class LegacyArgs(CheckpointArgs):
     """What a handler is called with whose arguments are not registered."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.args, self.kwargs = args, kwargs
+        self.args: tuple[Any, ...] = args
+        self.kwargs: dict[str, Any] = kwargs
 
 
 @dataclasses.dataclass

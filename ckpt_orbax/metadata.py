@@ -89,8 +89,6 @@ class ScalarMetadata:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ScalarMetadata) and bool(self.dtype == other.dtype)
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 @dataclasses.dataclass
 class StringMetadata:
