@@ -131,7 +131,8 @@ class CheckpointManager(AbstractCheckpointManager):
         )
         if metadata and writes and "://" not in self._directory:
             _write_root_metadata(Path(self._directory), metadata)
-        self._infos = self._listed()
+        # Steps as policies see them. Kauldron has a subclass that reads the list by this name.
+        self._checkpoints = self._listed()
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -159,7 +160,7 @@ class CheckpointManager(AbstractCheckpointManager):
             ```
         """
         if self._pending is not None and self._pending[1].cancel():
-            self._infos, self._pending = self._pending[2], None
+            self._checkpoints, self._pending = self._pending[2], None
 
     def all_steps(self, read: bool = False) -> Sequence[int]:
         """Return the steps, ascending, with the one that is being saved.
@@ -176,7 +177,7 @@ class CheckpointManager(AbstractCheckpointManager):
         """
         if read:
             self.reload()
-        return [info.step for info in self._infos]
+        return [info.step for info in self._checkpoints]
 
     def latest_step(self) -> int | None:
         """Return the latest step, also one that is being saved; None if there is none.
@@ -186,7 +187,7 @@ class CheckpointManager(AbstractCheckpointManager):
             step = mngr.latest_step()
             ```
         """
-        return self._infos[-1].step if self._infos else None
+        return self._checkpoints[-1].step if self._checkpoints else None
 
     def best_step(self) -> int | None:
         """Return the step with the best metrics, or the latest without `best_fn`.
@@ -199,7 +200,7 @@ class CheckpointManager(AbstractCheckpointManager):
         if self._options.best_fn is None:
             return self.latest_step()
         reverse = self._options.best_mode == "min"
-        ranked = ranked_steps(self._infos, self._options.best_fn, reverse=reverse)
+        ranked = ranked_steps(self._checkpoints, self._options.best_fn, reverse=reverse)
         return ranked[-1].step if ranked else None
 
     def reload(self) -> None:
@@ -211,7 +212,7 @@ class CheckpointManager(AbstractCheckpointManager):
             ```
         """
         self._manager.reload()
-        self._infos = self._listed()
+        self._checkpoints = self._listed()
 
     def reached_preemption(self, step: int) -> bool:
         """Return True once the job is to end soon.
@@ -246,7 +247,7 @@ class CheckpointManager(AbstractCheckpointManager):
             multiprocessing_options=self._options.multiprocessing_options,
         )
         now = Step(step, _now())
-        answer = bool(self._save_policy.should_save(now, self._infos, context=context))
+        answer = bool(self._save_policy.should_save(now, self._checkpoints, context=context))
         # Processes of a job have clocks of their own: the first one decides for all.
         return bool(multihost.broadcast_one_to_all(answer))
 
@@ -268,7 +269,7 @@ class CheckpointManager(AbstractCheckpointManager):
             raise FileNotFoundError(f"{self._directory} has no step {step} to delete")
         self.wait_until_finished()
         self._manager.delete(step)
-        self._infos = [info for info in self._infos if info.step != step]
+        self._checkpoints = [info for info in self._checkpoints if info.step != step]
 
     def save(
         self,
@@ -346,7 +347,7 @@ class CheckpointManager(AbstractCheckpointManager):
         asked = self._options.async_options
         if asked is not None:
             given["timeout"] = float(asked.timeout_secs)
-        infos = self._infos
+        infos = self._checkpoints
         others = [each for each in infos if each.step != step]
         # The policy sees the new step last, also where the run has gone back.
         kept, given_up = self._preserved([*others, Step(step, _now(), metrics)])
@@ -355,7 +356,7 @@ class CheckpointManager(AbstractCheckpointManager):
         save: Any = self._manager.save
         commit: ckpt.Commit = save(step, force=True, if_exists=how, **given)
         commit.add_done_callback(partial(self._committed, step, given_up))
-        self._infos = kept
+        self._checkpoints = kept
         self._pending = step, commit, infos
         return commit
 
@@ -468,7 +469,7 @@ class CheckpointManager(AbstractCheckpointManager):
             print(mngr.metrics(100))
             ```
         """
-        for info in self._infos:
+        for info in self._checkpoints:
             if info.step == step and info.metrics is not None and self._writes_metrics:
                 return info.metrics
         try:
@@ -494,7 +495,7 @@ class CheckpointManager(AbstractCheckpointManager):
         try:
             commit.result()
         except Exception:
-            self._infos = infos
+            self._checkpoints = infos
             raise
         finally:
             if commit.done() and self._pending is pending:
@@ -556,7 +557,7 @@ class CheckpointManager(AbstractCheckpointManager):
         assert self._pending is not None
         step = self._pending[0]
         others = [info for info in infos if info.step != step]
-        return [*others, *(info for info in self._infos if info.step == step)]
+        return [*others, *(info for info in self._checkpoints if info.step == step)]
 
     def _preserved(self, infos: list[Step]) -> tuple[list[Step], set[int]]:
         """Return the steps that the policy keeps, and the numbers of the others."""

@@ -72,6 +72,9 @@ PROGRAMS = {
         "trains a model of Flax with its `SimpleTrainer`",
         why_one="fails on several with this jax",
     ),
+    "kauldron_trainer": Program(
+        "kauldron", "trains a model of Flax on data of Grain with its `Trainer`", devices=4
+    ),
     "keras_callback": Program("keras", "fits a model with its `OrbaxCheckpoint`", devices=4),
     "tunix_trainer": Program("google-tunix", "trains a model with its `PeftTrainer`", devices=4),
 }

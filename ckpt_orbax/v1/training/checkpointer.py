@@ -109,7 +109,7 @@ class Checkpointer:
                 metrics=info.metrics,
                 commit_timestamp_nsecs=int(info.time.timestamp() * 1e9),
             )
-            for info in self._manager._infos
+            for info in self._manager._checkpoints
         ]
 
     def should_save(self, step: int) -> bool:
@@ -197,7 +197,7 @@ class Checkpointer:
             response = ckptr.save_checkpointables_async(200, {"model": state})
             ```
         """
-        exists = any(info.step == step for info in self._manager._infos)
+        exists = any(info.step == step for info in self._manager._checkpoints)
         if exists and not overwrite:
             raise StepAlreadyExistsError(f"{self.directory} has step {step} already")
         if not (exists or force or self._manager.should_save(step)):
@@ -400,7 +400,7 @@ class Checkpointer:
     def _existing(self, step: Step | None) -> int:
         if isinstance(step, CheckpointMetadata):
             step = step.step
-        known = [info.step for info in self._manager._infos]
+        known = [info.step for info in self._manager._checkpoints]
         if step is None and known:
             return known[-1]
         if step is None or step not in known:
