@@ -59,7 +59,6 @@ PROGRAMS = {
         why_one="has no mesh",
         # It keeps no state of its optimizer.
         error=0.2,
-        no_way_back="by `path/default`, see below",
     ),
     "evorl_trainer": Program(
         "evorl-jax",
