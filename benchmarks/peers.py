@@ -292,9 +292,7 @@ PEERS: Mapping[str, PeerKind] = MappingProxyType(
         "ckpt": PeerKind(CkptPeer),
         "ckpt, io=tensorstore": PeerKind(CkptPeer, {"io": "tensorstore"}, ("large",)),
         "ckpt, mode=device": PeerKind(CkptPeer, {"mode": "device"}, ("accelerator",)),
-        "ckpt_orbax": PeerKind(
-            OrbaxPeer, {"names": "ckpt_orbax"}, ("large", "small", "blocked_small")
-        ),
+        "ckpt_orbax": PeerKind(OrbaxPeer, {"names": "ckpt_orbax"}, ("large", "small")),
         "orbax": PeerKind(OrbaxPeer),
         "dcp": PeerKind(DcpPeer),
         "safetensors": PeerKind(SafetensorsPeer),

@@ -37,7 +37,7 @@ LINES = {
     "_calls": 769,
     "_conversion": 1951,
     "_engine": 4923,
-    "_format": 1670,
+    "_format": 1669,
     "_inspection": 3276,
     "_interop": 3031,
     "_plan": 2842,
