@@ -114,10 +114,10 @@ class ManagerBase:
         """
         timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
         one_of("mode", mode, get_args(OpenMode))
-        if "CKPT_DRILL_ROOT" in os.environ and mode != "r":
+        if "CKPT_DRILL_ROOT" in os.environ:
             from ckpt._proof.drill_root import in_scratch
 
-            mode, (root, trash, tiers) = "a", in_scratch(root, trash, tiers)
+            root, mode, trash, tiers = in_scratch(root, mode, trash, tiers)
         storage = open_root(root, timeouts, create=mode == "a")
         if save_when is not None:
             check_save_policy(save_when)
@@ -222,7 +222,7 @@ class ManagerBase:
         Devices take the fingerprints of their arrays, which the program may donate as soon as this
         returns: it does not wait for them. The first call compiles; arrays of numpy are looked at
         before it returns. A mark takes up to 60 bytes a leaf in the folder `.ckpt-marks` of the
-        root, where the latest 64 MiB are kept. Waiting for the manager's end waits for marks, too.
+        root, where the latest 64 notes of 1 MiB are kept. The end of the manager waits for marks.
 
         Args:
             step: The step.
@@ -230,7 +230,8 @@ class ManagerBase:
                 data iterators. Other leaves than before are a difference.
 
         Raises:
-            NotRepeatedError: A step differed, and `Marks(on_difference="raise")` is set.
+            NotRepeatedError: `Marks(on_difference="raise")` is set, and a step before is known to
+                differ.
             UnsupportedLeafError: A leaf cannot be saved, or its buffer is gone.
             ReadOnlyError: The manager is read-only.
             ClosedError: The manager is closed.

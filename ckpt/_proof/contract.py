@@ -100,12 +100,17 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
         raise _refused(where, value, f"at most {_MOST_DEPTH} levels")
     if isinstance(value, Enum):
         return _plain(value.value, where, depth + 1)
-    if isinstance(value, bool | None) or (isinstance(value, str) and _is_text(value)):
-        return value
     if isinstance(value, np.generic) and not isinstance(value, np.void):
         value = value.item()
-    if isinstance(value, int | float) and abs(value) < (2**63 if type(value) is int else math.inf):
+    if isinstance(value, bool | None):
         return value
+    # Subclasses become what they are made of.
+    if isinstance(value, str) and _is_text(value):
+        return str.__str__(value)
+    if isinstance(value, int) and abs(value) < 2**63:
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, np.dtype) or _is_scalar_type(value):

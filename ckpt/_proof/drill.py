@@ -14,8 +14,9 @@ import random
 import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class DrillReport(Struct, frozen=True):
     def __str__(self) -> str:
         lines = [
             f"killed after step {last}, resumed before step {first}"
-            + (f" on {count} devices" if count else "")
+            + (f", told to use {count} devices" if count else "")
             for (last, first), count in zip(self.kills, self.devices, strict=True)
         ]
         if self.difference is None:
@@ -129,10 +130,12 @@ class _Drill(Struct):
                 )
             except OSError as error:
                 raise invalid("command", self.command[0], f"a program ({error})") from error
+            is_killed = False
             try:
                 while program.poll() is None:
                     runs = _marks_in(top)[before:]
                     if runs and until(top, runs):
+                        is_killed = True
                         break
                     if time.monotonic() > deadline:
                         what = f"did not come to step {self.last}" if runs else _NO_MARK
@@ -144,7 +147,7 @@ class _Drill(Struct):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(program.pid, signal.SIGKILL)
                 status = program.wait()
-        if status not in (0, -signal.SIGKILL):
+        if status and not is_killed:
             raise CheckpointError(f"the program ended with status {status}{_said(log)}")
         runs = _marks_in(top)
         if len(runs) == before:
@@ -157,7 +160,8 @@ class _Drill(Struct):
             flags = known.get("XLA_FLAGS", "").split()
             others = [flag for flag in flags if not flag.startswith(_DEVICES_FLAG)]
             known["XLA_FLAGS"] = " ".join([*others, f"{_DEVICES_FLAG}={devices}"])
-            known["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(devices)))
+            visible = known.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
+            known["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:devices])
         return known
 
 
@@ -174,8 +178,9 @@ def drill(
 ) -> DrillReport:
     """Run a program without a kill and with kills, and compare the marks of its steps.
 
-    Its managers keep their steps in scratch roots, and never touch their own. What it writes
-    besides, it writes as ever.
+    Its managers keep their steps in scratch roots, and never write to their own. One with
+    `mode="r"` reads the scratch root if the program has made one, and else the real one. What the
+    program writes besides, it writes as ever.
 
     Args:
         command: The program, with its arguments.
@@ -195,11 +200,29 @@ def drill(
     counts = list(devices) or [0] * whole_number("kills", kills, least=1)
     for count in devices:
         whole_number("devices", count, least=1)
+    if kills not in (1, len(counts)):
+        raise invalid("kills", kills, f"{len(devices)}, one for each number of devices, or 1")
     if not command:
         raise invalid("command", command, "a program and its arguments")
-    with tempfile.TemporaryDirectory(prefix="ckpt-drill-", ignore_cleanup_errors=True) as made:
+    with (
+        _ended_by_signals(),
+        tempfile.TemporaryDirectory(prefix="ckpt-drill-", ignore_cleanup_errors=True) as made,
+    ):
         run = _Drill(list(command), scratch or Path(made), steps, timeout)
         return _drilled(run, counts, random.Random(seed), tell)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM end the body like Ctrl-C, so that no program is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _drilled(
@@ -235,15 +258,19 @@ def _drilled(
         kills.append(max(runs[-1]))
         if kills[-1] >= max(whole) and max(whole) <= run.last:
             raise CheckpointError(
-                f"the program ended before it could be killed, after step {kills[-1]}: drill "
-                "fewer steps than it runs"
+                f"the program ended before it could be killed, after step {kills[-1]}: let it "
+                "run more steps than are drilled, or longer ones"
             )
         tell(f"killed it after step {kills[-1]} ({number + 1} of {len(counts)})")
-    return _report(whole, run.run("killed", is_done, counts[-1]), kills, counts)
+    return _report(whole, run.run("killed", is_done, counts[-1]), kills, counts, last)
 
 
 def _report(
-    whole: dict[int, StateMark], runs: _Runs, kills: Sequence[int], devices: Sequence[int]
+    whole: dict[int, StateMark],
+    runs: _Runs,
+    kills: Sequence[int],
+    devices: Sequence[int],
+    last: int,
 ) -> DrillReport:
     """Return what the marks of the killed runs, and of the last one, say."""
     begins = [min(marks) for marks in runs[1:]]
@@ -271,6 +298,8 @@ def _report(
         problem = f"the program began again at step {min(begins)}: it does not resume"
     elif not compared:
         problem = f"the program went on at step {max(begins)}, after all steps to compare"
+    elif max(compared) < min(last, max(whole)):
+        problem = f"the resumed program ended after step {max(compared)}, before step {last}"
     steps = (min(compared, default=0), max(compared, default=0))
     return DrillReport(steps, list(zip(kills, begins, strict=True)), devices, how, problem)
 
@@ -278,6 +307,12 @@ def _report(
 def _marks_in(top: Path) -> _Runs:
     """Return the marks in scratch roots; notes that are written just now are left out."""
     runs: dict[str, dict[int, StateMark]] = {}
+    roots = [*top.glob(f"*/{FOLDER}")]
+    if len(roots) > 1:
+        raise CheckpointError(
+            f"several managers of the program make marks, in {roots[0].parent.name} and "
+            f"{roots[1].parent.name}: let one of them do so"
+        )
     for path in sorted(top.glob(f"*/{FOLDER}/*"), key=lambda path: path.name):
         with contextlib.suppress(CorruptCheckpointError, FileNotFoundError):
             marks = {mark.step: mark for mark in decode_marks(path.read_bytes(), str(path))}

@@ -18,12 +18,14 @@ ROOT_VARIABLE, LAST_VARIABLE = "CKPT_DRILL_ROOT", "CKPT_DRILL_LAST_STEP"
 
 
 def in_scratch(
-    root: Any, trash: str | os.PathLike[str] | Deletion | None, tiers: Sequence[Any]
-) -> tuple[Path, str | os.PathLike[str] | Deletion | None, list[Any]]:
-    """Return the root, the trash and the tiers of a manager in a drill, which harms none of them.
+    root: Any, mode: str, trash: str | os.PathLike[str] | Deletion | None, tiers: Sequence[Any]
+) -> tuple[Any, Any, Any, list[Any]]:
+    """Return root, mode, trash and tiers of a manager in a drill, which harms none of them.
 
     Args:
         root: The root, as it was given: a path, a URL or a store.
+        mode: How it is opened. With `"r"`, it is the scratch root if the program has made one, and
+            else the real one.
         trash: The trash. One outside of the root is left out: steps are removed.
         tiers: The tiers; those on a storage are scratch folders, too.
     """
@@ -32,7 +34,11 @@ def in_scratch(
         for each in tiers
     ]
     folder: Any = getattr(trash, "trash", trash)
-    return _scratch(root), None if folder and os.path.isabs(folder) else trash, near
+    own = None if folder and os.path.isabs(folder) else trash
+    scratch = _scratch(root)
+    if mode == "r":
+        return (scratch if scratch.exists() else root), mode, own, near
+    return scratch, "a", own, near
 
 
 def _scratch(place: Any) -> Path:

@@ -85,14 +85,15 @@ def decode_marks(data: bytes, where: str) -> list[StateMark]:
     return [StateMark(step, layout, row) for step, row in zip(steps, rows, strict=True)]
 
 
-async def read_marks(storage: Storage) -> list[dict[int, StateMark]]:
-    """Return the marks of each run that has some, by step; the runs in the order of their begin.
-
-    Removes the oldest notes if there are too many.
-    """
-    names = sorted(await storage.notes(FOLDER))
-    for name in names[:-MOST_NOTES]:
+async def prune(storage: Storage) -> None:
+    """Remove the oldest notes if there are too many."""
+    for name in sorted(await storage.notes(FOLDER))[:-MOST_NOTES]:
         await storage.drop_note(f"{FOLDER}/{name}", durable=False)
+
+
+async def read_marks(storage: Storage) -> list[dict[int, StateMark]]:
+    """Return the marks of each run that has some, by step; the runs in the order of their begin."""
+    names = sorted(await storage.notes(FOLDER))
     found: dict[str, list[StateMark]] = {name: [] for name in names[-MOST_NOTES:]}
 
     async def read(name: str) -> None:
@@ -115,8 +116,8 @@ def marks_of_run_before(runs: Sequence[dict[int, StateMark]], step: int) -> dict
     """Return the marks that a run should repeat whose first mark is of `step`.
 
     They are those of the latest run that went through this step: it made the checkpoint that this
-    run goes on from. Runs that went on from the same one may be wrong in the same way. Without a
-    checkpoint, it is the latest run that began at the same step.
+    run goes on from. Runs that went on from the same one may be wrong in the same way. A run that
+    begins anew repeats nothing: it may be of a program that was changed meanwhile.
     """
-    have = [marks for marks in reversed(runs) if min(marks) <= step <= max(marks)]
-    return next((marks for marks in have if min(marks) < step), have[0] if have else {})
+    have = (marks for marks in reversed(runs) if min(marks) < step <= max(marks))
+    return next(have, {})

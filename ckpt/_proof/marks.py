@@ -22,8 +22,9 @@ class Marks:
     Attributes:
         every: Only steps that are multiples of this are marked.
         on_difference: What happens at the first step that is not what it was. `"warn"` logs one
-            warning. `"raise"` logs it, too, and the next call of `mark` raises a
-            `NotRepeatedError`; in a job, that of process 0.
+            warning. `"raise"` logs it, too, and a later call of `mark` raises a
+            `NotRepeatedError`, once the devices and the store have answered; in a job, that of
+            process 0.
 
     Raises:
         InvalidArgumentError: `every` is not a whole number of at least 1, or `on_difference` is

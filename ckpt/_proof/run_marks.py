@@ -20,7 +20,14 @@ import anyio
 from msgspec import Struct, field
 
 from ckpt._arguments import check_step
-from ckpt._proof.mark_notes import FOLDER, MOST_BYTES, encode_marks, marks_of_run_before, read_marks
+from ckpt._proof.mark_notes import (
+    FOLDER,
+    MOST_BYTES,
+    encode_marks,
+    marks_of_run_before,
+    prune,
+    read_marks,
+)
 from ckpt._proof.marks import SETTINGS, Marks
 from ckpt._proof.state_marks import StateMark
 from ckpt._proof.state_pass import BegunMark, StatePass
@@ -115,11 +122,10 @@ class RunMarks(Struct, eq=False):
 
     async def _read_earlier(self, step: int) -> dict[int, StateMark]:
         try:
-            earlier = marks_of_run_before(await read_marks(self.storage), step)
+            return marks_of_run_before(await read_marks(self.storage), step)
         except StorageError as error:
             self._say("read", f"the marks of earlier runs were not read: {error}")
             return {}
-        return {each: mark for each, mark in earlier.items() if each >= step}
 
     def _compare(self, mark: StateMark, begun: BegunMark) -> None:
         """Compare a mark with that of an earlier run; say what is found, once."""
@@ -139,7 +145,8 @@ class RunMarks(Struct, eq=False):
     async def _keep(self, mark: StateMark) -> None:
         """Write a mark to the note that is being filled."""
         filling = self._filling
-        if not filling:
+        is_new = not filling
+        if is_new:
             self._note = f"{FOLDER}/{time.time_ns():020d}-{self._run}"
         filling.append(mark)
         is_full = sum(each.leaves.nbytes for each in filling) > MOST_BYTES
@@ -148,7 +155,11 @@ class RunMarks(Struct, eq=False):
             return
         try:
             data = await run_in_thread(encode_marks, list(filling))
+            # The first save makes the root, and may come later.
+            await self.storage.prepare()
             await self.storage.put_note(self._note, data, replace=True, durable=False)
+            if is_new:
+                await prune(self.storage)
         except StorageError as error:
             self._say("write", f"marks were not kept: {error}")
         if is_full:

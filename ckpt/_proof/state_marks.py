@@ -18,7 +18,7 @@ MOST_PARTS = 8
 #   parts        the first channel of the fingerprint of each part; 0 if there is one part
 #   split        number of regions that the array is divided into over its devices; 0 on the host
 #   norm         square root of the sum of the squares of the finite values
-#   sketch       sum of the finite values, each with a sign that its place decides; NaN if unknown
+#   sketch       sum of the finite values, each times a factor of its place (mean 0, variance 1)
 #   value        a number without dimensions, if it is an integer
 MARK = np.dtype(
     [

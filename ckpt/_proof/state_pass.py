@@ -11,7 +11,8 @@ A fingerprint is that of vital signs: it depends on the values alone, not on the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -30,8 +31,6 @@ from ckpt._tree.structure import describe
 from ckpt._vitals.extension.device_pass import column_factors, reduced, row_factors
 from ckpt._vitals.signs import Array, box_signs
 
-# Bit of a place's weight that decides its sign in a sketch.
-_SIGN_BIT = 16
 # Shards up to this size are looked at together if they are alike: a program of thousands of leaves
 # would take minutes to compile.
 _TOGETHER_BYTES = 1 << 16
@@ -53,7 +52,7 @@ class _Call(Struct, frozen=True, eq=False):
     """A compiled call over arrays of one mesh, or of one device.
 
     Attributes:
-        run: Takes the arrays; returns `[devices, leaves, 3] uint32` and `[devices, leaves, 3]
+        run: Takes the arrays; returns `[devices, leaves, 3] uint32` and `[devices, leaves, 2]
             float32`, see `_sums`.
         devices: The devices, in the order of the results.
         regions: For each leaf, the number of the region that each device holds.
@@ -99,6 +98,8 @@ class BegunMark(Struct, frozen=True, eq=False):
             for at, number in enumerate(each.numbers):
                 regions = each.call.regions[at]
                 odd = _fill(leaves[number : number + 1], regions, counts[:, at], floats[:, at])
+                if self.layout.kinds[number].startswith("uint"):
+                    leaves["value"][number] &= 0xFFFFFFFF
                 if odd:
                     devices = [str(each.call.devices[row]) for row in odd]
                     unequal[self.layout.names[number]] = devices
@@ -156,7 +157,11 @@ class StatePass(Struct):
             arrays = [array for _, _, array in members]
             call = self._calls.get(key)
             if call is None:
-                call = self._calls[key] = _compiled(where, key[1], arrays)
+                # In a thread of its own, where none of the caller's contexts of jax is set.
+                x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+                with ThreadPoolExecutor(1) as thread:
+                    made = thread.submit(_compiled, where, key[1], arrays, x64)
+                    call = self._calls[key] = made.result()
             begun.append(_Begun([number for number, _, _ in members], call, call.run(*arrays)))
         return BegunMark(step, StateLayout(structure.names, tuple(kinds)), leaves, begun)
 
@@ -201,23 +206,25 @@ def _on_host(leaf: Any) -> Array:
         return mark
     array = np.asarray(leaf) if isinstance(leaf, bool | int | float | jax.Array) else leaf
     if not isinstance(array, np.ndarray | np.generic) or array.dtype.name not in DTYPES:
-        text = array.tobytes() if isinstance(array, np.ndarray) else repr(leaf).encode()
-        mark["fingerprint"] = _hashed(text)
+        # Also integers that are too large for an array.
+        mark["fingerprint"] = _hashed(repr(leaf).encode())
         return mark
     signs = box_signs(host_bytes(array), (0,) * array.ndim, array.shape, array.dtype, len)
     mark["fingerprint"], mark["norm"] = signs["fingerprint"], signs["norm"]
-    if jnp.issubdtype(array.dtype, jnp.floating):
-        values = np.nan_to_num(array.astype(np.float32).ravel(), posinf=0, neginf=0)
-        is_negative = np.random.default_rng(0).integers(0, 2, values.size, np.int8)
+    if jnp.issubdtype(array.dtype, jnp.inexact):
+        parts = array.real, array.imag if array.dtype.kind == "c" else ()
+        flat = np.concatenate([np.ravel(part).astype(np.float32) for part in parts])
+        values = np.nan_to_num(flat, posinf=0, neginf=0)
+        factors = np.random.default_rng(0).uniform(-1, 1, values.size).astype(np.float32)
         mark["norm"] = np.linalg.norm(values)
-        mark["sketch"] = np.where(is_negative, -values, values).sum()
+        mark["sketch"] = math.sqrt(3) * float(values @ factors)
     elif array.dtype.kind in "iu" and not array.shape:
         mark["value"] = min(int(array), _MOST_INT)
     return mark
 
 
-def _compiled(where: Any, kinds: Sequence[_Kind], arrays: Sequence[jax.Array]) -> _Call:
-    """Return the call over arrays of one mesh or device."""
+def _compiled(where: Any, kinds: Sequence[_Kind], arrays: Sequence[jax.Array], x64: bool) -> _Call:
+    """Return the call over arrays of one mesh or device; `x64` is that of the caller."""
     devices = list(where.devices.flat) if isinstance(where, Mesh) else [where]
     offsets, regions = [], []
     for array in arrays:
@@ -248,8 +255,15 @@ def _compiled(where: Any, kinds: Sequence[_Kind], arrays: Sequence[jax.Array]) -
                 counts[number], floats[number] = found[0][at], found[1][at]
         return jnp.stack(counts)[None], jnp.stack(floats)[None]
 
+    # The settings of a program may forbid it what is done here.
+    with jax.enable_x64(x64), jax.numpy_rank_promotion("allow"):
+        return _Call(_jitted(where, sums, kinds).lower(*arrays).compile(), devices, regions)
+
+
+def _jitted(where: Any, sums: Callable[..., Any], kinds: Sequence[_Kind]) -> Any:
+    """Return the function over the arrays of a mesh or a device, from that over their shards."""
     if not isinstance(where, Mesh):
-        return _Call(jax.jit(sums), devices, regions)
+        return jax.jit(sums)
     # jax declares no types here.
     make: Any = PartitionSpec
     axes = make(where.axis_names)
@@ -257,7 +271,7 @@ def _compiled(where: Any, kinds: Sequence[_Kind], arrays: Sequence[jax.Array]) -
     mapped = jax.shard_map(sums, mesh=where, in_specs=specs, out_specs=(axes, axes))
     # In a job, every process gets the sums of all devices.
     out = NamedSharding(where, make()) if jax.process_count() > 1 else None
-    return _Call(jax.jit(mapped, out_shardings=out), devices, regions)
+    return jax.jit(mapped, out_shardings=out)
 
 
 def _sums(shard: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -269,7 +283,7 @@ def _sums(shard: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     Returns:
         `[3] uint32`, the two channels of the fingerprint, and the bits of an integer without
-        dimensions; and `[3] float32`, the sum of the squares, the sketch, and the largest value.
+        dimensions; and `[2] float32`, the sum of the squares and the sketch.
     """
     bits = shard.astype(jnp.uint8) if shard.dtype == jnp.bool_ else shard
     number = jnp.uint32(0)
@@ -281,26 +295,30 @@ def _sums(shard: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
         words, first = words.reshape(*bits.shape[:-1], -1), first * 2
     words = words.astype(jnp.uint32)
     if not shard.shape and jnp.issubdtype(shard.dtype, jnp.integer):
-        number = words[0]
+        # Its sign is extended.
+        number = lax.bitcast_convert_type(shard.astype(jnp.int32), jnp.uint32)
     if itemsize == 4:
         words += words >> 16
     rows = row_factors(offset, words.shape[:-1])
     columns = column_factors(first, words.shape, itemsize)
     counts = [words * rows * columns[channel] for channel in range(2)]
-    if jnp.issubdtype(shard.dtype, jnp.floating) and itemsize == bits.dtype.itemsize:
-        values = bits.astype(jnp.float32)
-        values = jnp.where(jnp.isfinite(values), values, 0)
-        is_negative = (rows * columns[0] >> _SIGN_BIT) & 1
-        signed = jnp.where(is_negative == 1, -values, values)
-        one, two, squares, sketch, largest = (
-            each[0]
-            for each in reduced((*counts, jnp.square(values), signed, jnp.abs(values)), words.shape)
-        )
-        floats = jnp.stack([squares, sketch, largest])
-    else:
+    if not jnp.issubdtype(shard.dtype, jnp.floating):
         one, two = (jnp.sum(each, dtype=jnp.uint32) for each in counts)
-        floats = jnp.zeros(3, jnp.float32)
-    return jnp.stack([one, two, number]), floats
+        return jnp.stack([one, two, number]), jnp.zeros(2, jnp.float32)
+    values = bits.astype(jnp.float32)
+    values = jnp.where(jnp.isfinite(values), values, 0)
+    # A factor from -1 to 1 for each place.
+    factors = (rows * columns[0] >> 8).astype(jnp.float32) * (2.0**-23) - 1
+    if bits.dtype.itemsize == 8:
+        # Two words for each value.
+        one, two = (jnp.sum(each, dtype=jnp.uint32) for each in counts)
+        weighted = values * factors.reshape(*bits.shape, 2)[..., 0]
+        squares, sketch = jnp.sum(jnp.square(values)), jnp.sum(weighted)
+    else:
+        # It takes the maximum of the last one.
+        operands = (*counts, jnp.square(values), values * factors, values)
+        one, two, squares, sketch, _ = (each[0] for each in reduced(operands, words.shape))
+    return jnp.stack([one, two, number]), jnp.stack([squares, sketch])
 
 
 def _rows(result: jax.Array) -> Array:
@@ -317,7 +335,7 @@ def _fill(leaf: Array, regions: Sequence[int], counts: Array, floats: Array) -> 
         leaf: `[1]` of dtype `MARK`.
         regions: The region that each device holds.
         counts: `[devices, 3] uint32`.
-        floats: `[devices, 3] float32`.
+        floats: `[devices, 2] float32`.
     """
     split = max(regions) + 1
     odd: list[int] = []
@@ -333,7 +351,8 @@ def _fill(leaf: Array, regions: Sequence[int], counts: Array, floats: Array) -> 
         sketch += float(floats[rows[0], 1])
     leaf["fingerprint"], leaf["split"] = prints, split
     leaf["parts"] = parts if split > 1 else 0
-    leaf["norm"], leaf["sketch"] = math.sqrt(squares), sketch
+    # The variance of a factor is a third.
+    leaf["norm"], leaf["sketch"] = math.sqrt(squares), math.sqrt(3) * sketch
     leaf["value"] = counts[0, 2].astype(np.int32)
     return odd
 

@@ -6,15 +6,19 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from msgspec import Struct
 
 from ckpt._proof.state_marks import ITERATOR, Array, StateMark
 
-# A difference of rounding alone: values that differ by no more than this part of their norm.
-ROUNDING = 1e-5
-# Once a program is known to round differently each time, marks are compared as closely as this.
-DRIFT = 5e-2
+# A difference of rounding alone is at most this part of what the step has changed. Gradients that
+# are summed up in another order differ by far less, and other data or rates by far more.
+ROUNDING = 2e-2
+# Once a program rounds differently each time, this part of what it has changed since then.
+DRIFT = 0.3
+# A part of the norm below which two sketches cannot be told apart.
+_LEAST = 5e-7
 _MOST_NAMED = 5
 Holders = Callable[[int, int], Sequence[str]]
 _COUNTERS = ("int", "uint")
@@ -46,8 +50,8 @@ class Difference(Struct, frozen=True):
         if self.is_rounding:
             return (
                 f"step {self.step} was not repeated bit for bit, and differs by rounding alone "
-                f"({self.distance:.0e} of the norm at most): the program is not deterministic. "
-                "From now on, marks are compared within a tolerance"
+                f"({self.distance:.0e} of the norm at most): the mesh is another one, or the "
+                "program is not deterministic. From now on, marks are compared within a tolerance"
             )
         more = len(self.leaves) - _MOST_NAMED
         named = ", ".join(f"{name:.80}" for name in self.leaves[:_MOST_NAMED])
@@ -61,7 +65,7 @@ class Repetition(Struct):
     """The comparison of a run with one that went through the same steps before.
 
     Attributes:
-        earlier: The marks of the run before, by step; those that were compared are gone.
+        earlier: The marks of the run before, by step.
         steps: First and last step of those that were the same in a row, up to now.
         rounding: The first difference of rounding alone; from then on there is a tolerance.
         found: The first difference that is more than that. Nothing is compared after it.
@@ -71,6 +75,8 @@ class Repetition(Struct):
     steps: tuple[int, int] | None = None
     rounding: Difference | None = None
     found: Difference | None = None
+    # The mark before that difference: what has changed since then is the measure.
+    _since: StateMark | None = None
 
     @property
     def how(self) -> str:
@@ -79,7 +85,7 @@ class Repetition(Struct):
 
     def is_over_at(self, step: int) -> bool:
         """Return True if no later step was marked before."""
-        return max(self.earlier, default=-1) < step
+        return max(self.earlier, default=-1) <= step
 
     def compare(self, mark: StateMark, holders: Holders = _nobody) -> Difference | None:
         """Compare a step; return what there is to tell, once for each kind of difference.
@@ -88,16 +94,23 @@ class Repetition(Struct):
             mark: The mark of this run.
             holders: Returns the devices that hold a part of a leaf of it, by their numbers.
         """
-        before = self.earlier.pop(mark.step, None)
+        before = self.earlier.get(mark.step)
         if before is None or self.found is not None:
             return None
-        found = difference(before, mark, follows_equal=self.steps is not None, holders=holders)
-        is_known = found is not None and self.rounding is not None and found.distance <= DRIFT
-        if found is None or found.is_rounding or is_known:
+        follows_equal = self.steps is not None
+        since = self._since
+        if since is None and (follows_equal or mark.step - 1 not in self.earlier):
+            # Where each step has a mark, the first one is of the state that was restored, exactly.
+            since = self.earlier.get(max((n for n in self.earlier if n < mark.step), default=-1))
+        share = ROUNDING if self.rounding is None else DRIFT
+        found = difference(
+            before, mark, since=since, share=share, follows_equal=follows_equal, holders=holders
+        )
+        if found is None or found.is_rounding:
             self.steps = mark.step if self.steps is None else self.steps[0], mark.step
             if found is None or self.rounding is not None:
                 return None
-            self.rounding = found
+            self.rounding, self._since = found, since
         else:
             self.found = found
         return found
@@ -107,6 +120,8 @@ def difference(
     before: StateMark,
     now: StateMark,
     *,
+    since: StateMark | None = None,
+    share: float = ROUNDING,
     follows_equal: bool = False,
     holders: Holders = _nobody,
 ) -> Difference | None:
@@ -115,7 +130,10 @@ def difference(
     Args:
         before: The mark of the run before.
         now: The mark of this run.
-        follows_equal: True if the marks of the step before were the same.
+        since: An earlier mark of the run before: what it has changed since then is the measure of
+            rounding. None if nothing can have been rounded.
+        share: The part of that which is taken for rounding.
+        follows_equal: True if the marks before these were the same.
         holders: Returns the devices that hold a part of a leaf of `now`, by their numbers.
     """
     if before.layout != now.layout:
@@ -125,12 +143,7 @@ def difference(
     if not differing:
         return None
     distances = {number: _distance(one[number], two[number]) for number in differing}
-    floats = _floats(now)
-    is_rounding = (
-        max(distances.values()) <= ROUNDING
-        and floats.issuperset(differing)
-        and 2 * len(differing) >= sum(_changes(one[number]) for number in floats)
-    )
+    is_rounding = since is not None and _is_rounding(since, before, now, differing, share)
     cause = (
         "the values differ by rounding alone"
         if is_rounding
@@ -158,9 +171,36 @@ def _distance(one: Any, two: Any) -> float:
     return apart / norm if norm and math.isfinite(apart) else math.inf
 
 
+def _is_rounding(
+    since: StateMark, before: StateMark, now: StateMark, differing: Sequence[int], share: float
+) -> bool:
+    """Return True if all that differs is explained by rounding, in the arrays of each dtype."""
+    floats = _floats(now)
+    shown = [number for number in floats if _changes(before.leaves[number])]
+    if not floats.issuperset(differing) or 2 * len(differing) < len(shown):
+        return False
+    if since.layout != now.layout:
+        return False
+    kinds = [kind.partition("[")[0] for kind in now.layout.kinds]
+    for dtype in {kinds[number] for number in differing}:
+        alike = [number for number in floats if kinds[number] == dtype]
+        found, old, earlier = (each.leaves[alike] for each in (now, before, since))
+        info: Any = jnp.finfo
+        least = max(_LEAST, float(info(dtype).eps) / 8)
+        apart = max(_total(found[name] - old[name]) for name in ("sketch", "norm"))
+        changed = _total(old["sketch"] - earlier["sketch"])
+        if not apart <= share * changed + least * _total(old["norm"]):
+            return False
+    return True
+
+
+def _total(values: Array) -> float:
+    return float(np.linalg.norm(values.astype(np.float64)))
+
+
 def _floats(mark: StateMark) -> set[int]:
     kinds = enumerate(mark.layout.kinds)
-    return {number for number, kind in kinds if kind.startswith(("float", "bfloat"))}
+    return {n for n, kind in kinds if kind.startswith(("float", "bfloat", "complex"))}
 
 
 def _of_layouts(before: StateMark, now: StateMark) -> Difference:
@@ -193,21 +233,25 @@ def _cause(
         f"{names[n]} is {int(two[n]['value'])} and was {int(one[n]['value'])}"
         for n in counters[:_MOST_NAMED]
     )
+    iterators = [n for n in differing if kinds[n].startswith(ITERATOR)]
+    if counters and (keys or iterators):
+        return f"the state is of another step, or was not restored ({counted})"
     if keys:
         return (
             f"the random key {names[keys[0]]} differs: its state was forgotten, or it was used "
             "once more or once less"
         )
-    moved_on = [n for n in differing if kinds[n].startswith(ITERATOR)]
-    if moved_on:
+    if iterators:
         return (
-            f"the iterator {names[moved_on[0]]} is at another place: it began again, or is some "
+            f"the iterator {names[iterators[0]]} is at another place: it began again, or is some "
             "elements off"
         )
     if counters and not others:
         return f"only a counter differs ({counted}): it is off, or was not restored"
     if counters:
-        return f"a counter differs, too ({counted}): the run goes on from another step"
+        are_all = len(counters) == sum(map(_is_counter, kinds))
+        so = "the state is of another step" if are_all else "a part of it was not restored"
+        return f"a counter differs, too ({counted}): {so}"
     old = {one[n]["fingerprint"].tobytes(): names[n] for n in differing}
     moved = [(names[n], old.get(two[n]["fingerprint"].tobytes())) for n in differing]
     if all(source is not None for _, source in moved):
@@ -217,10 +261,11 @@ def _cause(
     if part is not None:
         devices = ", ".join(holders(differing[0], part))
         on = f", which is on {devices}" if devices else ""
-        return f"only one part of an array differs{on}: a device may be faulty"
+        so = "or the data came in another order" if follows_equal else "or it was not restored"
+        return f"only one part of an array differs{on}: a device may be faulty, {so}"
     otherwise = (
-        "the state was the same a step before, so the data came in another order, or the step was "
-        "computed otherwise (such as with another learning rate)"
+        "the state was the same at the mark before, so the data came in another order, or the step "
+        "was computed otherwise (such as with another learning rate)"
     )
     floats = [n for n in _floats(now) if _changes(one[n]) or _changes(two[n])]
     if set(floats) <= set(differing):

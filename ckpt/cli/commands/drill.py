@@ -46,8 +46,8 @@ def drill(
     """Kill a training program, resume it, and compare its steps with those of a run without a kill.
 
     COMMAND is the program with its arguments, after --. It calls mgr.mark(step, state) at the
-    beginning of each step. Its managers use scratch roots, and never touch their own. Exit status 1
-    if a step differs.
+    beginning of each step. Its managers write to scratch roots, and never to their own. Exit status
+    1 if a step differs.
     """
     from ckpt._proof.drill import drill as run
 

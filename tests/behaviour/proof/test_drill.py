@@ -82,6 +82,8 @@ def test_without_a_seed_nothing_is_known(tmp_path: Path) -> None:
         ("no mark", "has made no mark .call mgr.mark"),
         ("fails", "ended with status 1. Its last output:\nno GPU was found"),
         ("saves nothing", "saved nothing before step 9: save more often"),
+        ("dies", "ended with status -9"),
+        ("two managers", "several managers of the program make marks"),
     ],
 )
 def test_a_program_that_cannot_be_drilled_is_told_why(
@@ -95,6 +97,8 @@ def test_bad_arguments() -> None:
     for given in ({"steps": 1}, {"kills": 0}, {"devices": [0]}):
         with pytest.raises(InvalidArgumentError, match=next(iter(given))):
             drill(["true"], **given)
+    with pytest.raises(InvalidArgumentError, match="kills=3: expected 2, one for each number"):
+        drill(["true"], kills=3, devices=[1, 2])
     with pytest.raises(InvalidArgumentError, match="no-such-program"):
         drill(["no-such-program"])
     with pytest.raises(InvalidArgumentError, match="command"):
@@ -120,15 +124,19 @@ def test_all_places_of_a_manager_are_scratch_folders(
     monkeypatch.setenv("CKPT_DRILL_ROOT", str(tmp_path))
     tiers = [ckpt.tiers.SharedMemory(), ckpt.tiers.Tier("/nvme/run")]
     places = [
-        in_scratch(root, "/elsewhere/trash", tiers)
+        in_scratch(root, "a", "/elsewhere/trash", tiers)
         for root in ("s3://bucket/run", "run", ckpt.storage.S3("s3://bucket/run"))
     ]
-    for root, trash, (memory, near) in places:
+    for root, mode, trash, (memory, near) in places:
         assert root.parent == tmp_path
         assert root.name.startswith("run-")
+        assert mode == "a"
         assert trash is None
         assert memory is tiers[0]
         assert near.path.parent == tmp_path
         assert near.path != root
     assert places[0][0] == places[2][0] != places[1][0]
-    assert in_scratch("run", "trash", ())[1:] == ("trash", [])
+    assert in_scratch("run", "r+", "trash", ())[1:] == ("a", "trash", [])
+    assert in_scratch("run", "r", None, ()) == ("run", "r", None, [])
+    places[1][0].mkdir()
+    assert in_scratch("run", "r", None, ())[0] == places[1][0]

@@ -13,14 +13,23 @@ import anyio
 import anyio.to_thread
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import ckpt
 import ckpt.sync
 from ckpt.errors import NotRepeatedError, ReadOnlyError, UnsupportedLeafError
 from ckpt.storage._local.storage import LocalStorage
-from tests.behaviour.proof.small_training import SIZE, State, first_state, mesh_of, placed, step_of
-from tests.support.stateful_objects import Counter
+from tests.behaviour.proof.small_training import (
+    SIZE,
+    State,
+    batch_of,
+    first_state,
+    mesh_of,
+    placed,
+    step_of,
+)
+from tests.support.stateful_objects import Counter, Reservoir
 
 SAVED, END = 5, 9
 # Columns of a shard.
@@ -307,12 +316,12 @@ def test_marks_of_a_state_that_gets_other_leaves_are_kept_apart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "ckpt")
-    for _ in range(2):
+    for start in (0, 2):
         with ckpt.sync.CheckpointManager(tmp_path) as mgr:
-            for step in range(6):
+            for step in range(start, 6):
                 mgr.mark(step, {"a": step} if step % 2 else {"b": step})
     assert warnings(caplog) == []
-    assert caplog.records[-1].getMessage() == f"{tmp_path}: steps 0 to 5 were repeated exactly"
+    assert caplog.records[-1].getMessage() == f"{tmp_path}: steps 2 to 5 were repeated exactly"
 
 
 def test_marks_that_a_store_is_too_slow_for_are_left_out(
@@ -339,18 +348,110 @@ def test_marks_that_a_store_is_too_slow_for_are_left_out(
 def test_marks_of_arrays_that_are_donated_are_those_of_their_values(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "ckpt")
     double = jax.jit(lambda array: array * 2, donate_argnums=0)
 
-    def train(root: Path) -> None:
-        array = jnp.ones((1024, 1024))
-        with ckpt.sync.CheckpointManager(root) as mgr:
-            for step in range(20):
+    def train(start: int) -> None:
+        array = jnp.full((1024, 1024), 2.0**start)
+        with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+            for step in range(start, 20):
                 mgr.mark(step, {"array": array})
                 array = double(array)
 
-    train(tmp_path)
-    train(tmp_path)
+    train(0)
+    train(10)
     assert warnings(caplog) == []
+    assert caplog.records[-1].getMessage() == f"{tmp_path}: steps 10 to 19 were repeated exactly"
+
+
+def descended(root: Path, start: int, dtype: Any, *, devices: int = 8, data: int = 0) -> None:
+    """Mark the steps of a descent without moments, whose steps are small beside the weights."""
+    mesh = mesh_of(devices)
+    with jax.enable_x64(dtype == np.float64), ckpt.sync.CheckpointManager(root) as mgr:
+        weights = placed({"w": jnp.ones((SIZE, SIZE), dtype), "b": jnp.ones(SIZE, dtype)}, mesh)
+        for step in range(12):
+            if step >= start:
+                mgr.mark(step, weights)
+            batch = batch_of(step + (data if step >= start > 0 else 0)).astype(dtype)
+            weights = descend(weights, batch)
+
+
+@jax.jit
+def descend(weights: State, batch: Any) -> State:
+    grads = jax.grad(lambda each: jnp.mean((batch @ each["w"] + each["b"]) ** 2))(weights)
+    # A smaller step would not change a short float.
+    rate = 1e-3 if weights["w"].dtype.itemsize > 2 else 1e-1
+    return jax.tree.map(lambda w, g: w - jnp.asarray(rate, w.dtype) * g, weights, grads)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, jnp.bfloat16])
+def test_small_steps_that_are_wrong_are_no_rounding_and_others_are(
+    dtype: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    descended(tmp_path, 0, dtype)
+    descended(tmp_path, 5, dtype, devices=2)
+    assert all("differs by rounding alone" in said for said in warnings(caplog))
+    assert len(warnings(caplog)) <= 1
+    caplog.clear()
+    descended(tmp_path, 5, dtype, data=100)
+    (said,) = warnings(caplog)
+    assert "step 6 is not what it was" in said
+    assert "the data came in another order" in said
+
+
+def test_a_run_that_begins_anew_repeats_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for first in (1, 2):
+        with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+            for step in range(4):
+                mgr.mark(step, {"n": first * step})
+    assert warnings(caplog) == []
+
+
+def test_the_state_of_an_iterator_may_have_any_integers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ckpt")
+    for start in (0, 2):
+        data = np.random.default_rng(3)
+        iterator = Reservoir()
+        with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+            for step in range(6):
+                iterator.data = data.bit_generator.state  # type: ignore[assignment]
+                if step >= start:
+                    mgr.mark(step, {"data": iterator, "large": 10**30 + step})
+                data.normal()
+    assert caplog.records[-1].getMessage() == f"{tmp_path}: steps 2 to 5 were repeated exactly"
+
+
+def test_contexts_of_jax_do_not_hinder_a_mark(tmp_path: Path) -> None:
+    one, other = mesh_of(4), mesh_of(8)
+    state = placed({"w": jnp.ones((4, 4)), "b": jnp.ones(4)}, one)
+    with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+        with jax.set_mesh(other):
+            mgr.mark(0, state)
+        with jax.numpy_rank_promotion("raise"):
+            mgr.mark(1, {"w": state["w"], "n": jnp.ones((2, 3, 4))})
+        with jax.enable_x64(True):
+            mgr.mark(2, {"w": jnp.ones((3, 3), jnp.float64)})
+
+
+def test_only_rows_that_differ_may_be_rows_that_were_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mesh = mesh_of(4)
+    for start, used in ((0, 1), (2, 9)):
+        with ckpt.sync.CheckpointManager(tmp_path) as mgr:
+            table = placed({"table": jnp.ones((4, SIZE)), "w": jnp.ones(4)}, mesh)
+            for step in range(6):
+                if step >= start:
+                    mgr.mark(step, table)
+                column = used if step >= 2 else 0
+                table = {**table, "table": table["table"].at[0, column].add(1.0)}
+                table = placed(table, mesh)
+    (said,) = warnings(caplog)
+    assert "step 3 is not what it was" in said
 
 
 def test_bad_calls(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ Each step waits for a moment, so that a drill can kill it before it ends.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from typing import Any
@@ -36,6 +38,11 @@ with ckpt.sync.CheckpointManager(root, **options) as mgr:
     sys.stdout.write(f"devices: {jax.device_count()}\n")
     sys.stdout.flush()
     for step in range(start, 12):
+        if fault == "dies" and start:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "two managers":
+            with ckpt.sync.CheckpointManager(f"{root}-other") as other:
+                other.mark(step, state)
         if fault != "no mark":
             mgr.mark(step, state)
             time.sleep(0.1)

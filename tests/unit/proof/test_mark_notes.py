@@ -15,6 +15,7 @@ from ckpt._proof.mark_notes import (
     decode_marks,
     encode_marks,
     marks_of_run_before,
+    prune,
     read_marks,
 )
 from ckpt._proof.state_marks import MARK, StateLayout, StateMark
@@ -75,6 +76,7 @@ async def test_notes_are_read_by_run_and_the_oldest_go(
     await storage.put_note(f"{FOLDER}/{99:020d}-c", b"torn", replace=True)
     runs = await read_marks(storage)
     assert [sorted(marks) for marks in runs] == [[*range(4, 60)], [*range(60, MOST_NOTES + 3)]]
+    await prune(storage)
     assert len(await storage.notes(FOLDER)) == MOST_NOTES
     (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
     assert f"{99:020d}-c" in record.getMessage()
@@ -97,8 +99,8 @@ def run(first: int, last: int) -> dict[int, StateMark]:
         # The second one came through the step, so it has saved the checkpoint before it.
         ([(0, 20), (5, 20)], 15, 1),
         ([(0, 20), (5, 20), (15, 30)], 15, 1),
-        # Without a checkpoint.
-        ([(0, 3), (0, 2)], 0, 1),
+        # It begins anew, perhaps as another program.
+        ([(0, 3), (0, 2)], 0, None),
     ],
 )
 def test_a_run_repeats_the_one_that_it_goes_on_from(
