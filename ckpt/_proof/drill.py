@@ -209,7 +209,10 @@ def drill(
         tempfile.TemporaryDirectory(prefix="ckpt-drill-", ignore_cleanup_errors=True) as made,
     ):
         run = _Drill(list(command), scratch or Path(made), steps, timeout)
-        return _drilled(run, counts, random.Random(seed), tell)
+        try:
+            return _drilled(run, counts, random.Random(seed), tell)
+        finally:
+            _end_all(run.scratch)
 
 
 @contextlib.contextmanager
@@ -223,6 +226,19 @@ def _ended_by_signals() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _end_all(scratch: Path) -> None:
+    """Kill what programs have left behind, such as agents that still copy steps.
+
+    They are in sessions of their own, and known by the scratch root in their environment.
+    """
+    mine = f"{ROOT_VARIABLE}={scratch}/".encode()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        # Processes end meanwhile, and those of others cannot be read.
+        with contextlib.suppress(OSError):
+            if mine in environ.read_bytes():
+                os.kill(int(environ.parent.name), signal.SIGKILL)
 
 
 def _drilled(

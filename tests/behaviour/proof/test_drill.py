@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from ckpt._proof.drill_root import in_scratch
 from ckpt.errors import CheckpointError, InvalidArgumentError
 from ckpt.testing.drill import resume_drill
 from tests.support.command import ckpt_command
+from tests.support.conditions import until
 from tests.support.paths import PROGRAMS
 
 __all__ = ["resume_drill"]
@@ -24,6 +26,20 @@ SEED = 3
 
 def program(tmp_path: Path, fault: str = "") -> list[str]:
     return [sys.executable, str(PROGRAM), str(tmp_path / "own"), fault]
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Return the commands of processes that were started with a folder in their environment."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            is_ours = f"CKPT_DRILL_ROOT={folder}".encode() in environ.read_bytes()
+            if (
+                is_ours
+                and environ.with_name("stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            ):
+                found.append(environ.with_name("cmdline").read_text())
+    return found
 
 
 def test_a_program_that_resumes_repeats_its_steps_and_its_root_stays_as_it_was(
@@ -40,6 +56,7 @@ def test_a_program_that_resumes_repeats_its_steps_and_its_root_stays_as_it_was(
     assert sorted(os.listdir(tmp_path)) == ["own", "scratch"]
     assert os.listdir(tmp_path / "own") == []
     assert "devices: 2" in (scratch / "killed-1.log").read_text()
+    until(lambda: not left_behind(scratch), 20)
 
 
 def test_a_program_that_resumes_wrongly_is_told_step_and_leaf(tmp_path: Path) -> None:
@@ -67,6 +84,8 @@ def test_a_program_that_resumes_wrongly_is_told_step_and_leaf(tmp_path: Path) ->
 def test_a_program_that_begins_again_is_found(tmp_path: Path, resume_drill: Any) -> None:
     with pytest.raises(pytest.fail.Exception, match="began again at step 0: it does not resume"):
         resume_drill(program(tmp_path, "does not resume"), steps=10, seed=SEED)
+    # Its agent cannot copy a step whose number is taken, and would wait for ever.
+    until(lambda: not left_behind(tmp_path), 20)
 
 
 def test_without_a_seed_nothing_is_known(tmp_path: Path) -> None:
