@@ -62,9 +62,12 @@ def test_no_flipped_bit_changes_a_value_silently(copy: Path) -> None:
             broken = bytearray(whole)
             broken[bit // 8] ^= 1 << (bit % 8)
             file.write_bytes(broken)
-            counts[outcome(copy)] += 1
+            found = outcome(copy)
+            assert found in counts
+            # Those are for Orbax alone.
+            counts[found] += file.name != "manifest.ocdbt"
         file.write_bytes(whole)
-    # Lanes' own manifests and dead tree nodes are not read; nearly everything else is.
+    # Nodes of trees are not read; nearly everything else is.
     assert counts["CorruptCheckpointError"] > counts["same"]
 
 

@@ -222,7 +222,7 @@ def test_a_blocking_call_on_the_library_s_own_thread_is_refused(tmp_path: Path) 
     lines = [json.loads(line) for line in ran.stdout.splitlines()[:-1]]
     found = {call: (error, text) for call, error, text in lines}
     methods = {name for name in public(ckpt.sync.CheckpointManager) if name != "__init__"}
-    at_once = {"directory", "is_saving_in_progress", "reached_preemption", "watch", "trash"}
+    at_once = {"directory", "is_saving_in_progress", "mark", "reached_preemption", "watch", "trash"}
     at_once |= {"steps_in_progress"}
     in_callback = {call.removeprefix("callback ") for call in found if call.startswith("callback")}
     assert in_callback == methods - at_once
