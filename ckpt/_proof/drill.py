@@ -189,7 +189,8 @@ def drill(
         devices: Number of devices for each resume: there are as many kills, then.
         seed: Seed of the moments of the kills.
         timeout: Seconds that each run may take.
-        scratch: Folder for scratch roots and output, which stays; None removes it at the end.
+        scratch: An empty folder for scratch roots and output, which stays. None takes one that is
+            removed at the end.
         tell: Is told of each run.
 
     Raises:
@@ -204,11 +205,14 @@ def drill(
         raise invalid("kills", kills, f"{len(devices)}, one for each number of devices, or 1")
     if not command:
         raise invalid("command", command, "a program and its arguments")
+    if scratch is not None and scratch.exists() and any(scratch.iterdir()):
+        raise invalid("scratch", str(scratch), "a folder that is empty, or that is not there yet")
     with (
         _ended_by_signals(),
         tempfile.TemporaryDirectory(prefix="ckpt-drill-", ignore_cleanup_errors=True) as made,
     ):
-        run = _Drill(list(command), scratch or Path(made), steps, timeout)
+        # Absolute, since the program may change its working directory.
+        run = _Drill(list(command), Path(os.path.abspath(scratch or made)), steps, timeout)
         try:
             return _drilled(run, counts, random.Random(seed), tell)
         finally:
@@ -259,7 +263,8 @@ def _drilled(
             "steps"
         )
     tell(f"ran steps {min(whole)} to {last} without a kill, and saved step {saved} first")
-    step_seconds = (times[-1] - times[0]) / len(whole)
+    # A short program may have ended before anybody looked.
+    step_seconds = (times[-1] - times[0]) / len(whole) if times else 0.0
     kills = []
     for number, devices in enumerate([0, *counts[:-1]]):
         target, delay = rng.randint(saved + 1, (saved + last + 1) // 2), rng.random()

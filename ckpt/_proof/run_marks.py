@@ -35,7 +35,7 @@ from ckpt._proof.verdicts import Repetition
 from ckpt._redaction import redact
 from ckpt._runtime.loop import EngineLoop
 from ckpt._runtime.threads import run_in_thread
-from ckpt.errors import NotRepeatedError, StorageError
+from ckpt.errors import CheckpointError, NotRepeatedError
 from ckpt.storage._base import Storage
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class RunMarks(Struct, eq=False):
     async def _read_earlier(self, step: int) -> dict[int, StateMark]:
         try:
             return marks_of_run_before(await read_marks(self.storage), step)
-        except StorageError as error:
+        except CheckpointError as error:
             self._say("read", f"the marks of earlier runs were not read: {error}")
             return {}
 
@@ -160,7 +160,7 @@ class RunMarks(Struct, eq=False):
             await self.storage.put_note(self._note, data, replace=True, durable=False)
             if is_new:
                 await prune(self.storage)
-        except StorageError as error:
+        except CheckpointError as error:
             self._say("write", f"marks were not kept: {error}")
         if is_full:
             filling.clear()

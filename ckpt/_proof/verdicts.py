@@ -24,7 +24,7 @@ Holders = Callable[[int, int], Sequence[str]]
 _COUNTERS = ("int", "uint")
 
 
-def _nobody(_leaf: int, _part: int) -> Sequence[str]:
+def _no_holders(_leaf: int, _part: int) -> Sequence[str]:
     return ()
 
 
@@ -34,7 +34,7 @@ class Difference(Struct, frozen=True):
     Attributes:
         step: The step.
         leaves: The leaf paths that differ, those with the greatest distance first.
-        cause: What the pattern says.
+        cause: What the pattern says; empty for rounding.
         distance: Largest part of its norm by which a leaf differs; infinite if a leaf that is no
             float differs, or if it is unknown.
         is_rounding: True if nothing but rounding seems to differ.
@@ -87,7 +87,7 @@ class Repetition(Struct):
         """Return True if no later step was marked before."""
         return max(self.earlier, default=-1) <= step
 
-    def compare(self, mark: StateMark, holders: Holders = _nobody) -> Difference | None:
+    def compare(self, mark: StateMark, holders: Holders = _no_holders) -> Difference | None:
         """Compare a step; return what there is to tell, once for each kind of difference.
 
         Args:
@@ -123,7 +123,7 @@ def difference(
     since: StateMark | None = None,
     share: float = ROUNDING,
     follows_equal: bool = False,
-    holders: Holders = _nobody,
+    holders: Holders = _no_holders,
 ) -> Difference | None:
     """Return the difference between two marks of one step; None if they are the same.
 
@@ -144,11 +144,7 @@ def difference(
         return None
     distances = {number: _distance(one[number], two[number]) for number in differing}
     is_rounding = since is not None and _is_rounding(since, before, now, differing, share)
-    cause = (
-        "the values differ by rounding alone"
-        if is_rounding
-        else _cause(before, now, differing, follows_equal, holders)
-    )
+    cause = "" if is_rounding else _cause(before, now, differing, follows_equal, holders)
     # The leaf that is the farthest away is most likely the first that was wrong.
     differing.sort(key=distances.__getitem__, reverse=True)
     names = [now.layout.names[number] for number in differing]
@@ -177,9 +173,8 @@ def _is_rounding(
     """Return True if all that differs is explained by rounding, in the arrays of each dtype."""
     floats = _floats(now)
     shown = [number for number in floats if _changes(before.leaves[number])]
-    if not floats.issuperset(differing) or 2 * len(differing) < len(shown):
-        return False
-    if since.layout != now.layout:
+    are_most = floats.issuperset(differing) and 2 * len(differing) >= len(shown)
+    if not are_most or since.layout != now.layout:
         return False
     kinds = [kind.partition("[")[0] for kind in now.layout.kinds]
     for dtype in {kinds[number] for number in differing}:

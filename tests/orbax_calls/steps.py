@@ -77,7 +77,7 @@ def saves_out_of_order(ocp: Any, root: Path) -> Iterator[Any]:
         yield sorted(mngr.all_steps())
 
 
-@differs("An empty directory with the name of a step is no step", {0: ["list"], 1: None, 2: True})
+@differs("An empty directory named like a step is not a step", {0: ["list"], 1: None, 2: True})
 def an_empty_directory_with_the_name_of_a_step(ocp: Any, root: Path) -> Iterator[Any]:
     (root / "10").mkdir(parents=True)
     with ocp.CheckpointManager(root) as mngr:

@@ -41,7 +41,7 @@ LINES = {
     "_inspection": 3276,
     "_interop": 3031,
     "_plan": 2842,
-    "_proof": 1336,
+    "_proof": 1333,
     "_runtime": 646,
     "_runtime/jax_internals": 47,
     "_steps": 4730,

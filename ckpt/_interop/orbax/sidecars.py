@@ -8,8 +8,8 @@ for (complex, bytes, an int beyond 64 bits) appears as its text.
 An OCDBT database over the data files of an item shows its arrays to Orbax, TensorStore and zarr.
 
 Checkpointers of Orbax look for a tree at the path of its checkpoint itself. So the item of a save
-without names is shown there, too, if it is no step of a manager. Typed random keys come as numbers
-there.
+without names is shown there, too, unless it is a step of a manager. There, typed random keys come
+as numbers.
 """
 
 from __future__ import annotations

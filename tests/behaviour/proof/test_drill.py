@@ -122,6 +122,16 @@ def test_bad_arguments() -> None:
         drill(["no-such-program"])
     with pytest.raises(InvalidArgumentError, match="command"):
         drill([])
+    # What an earlier drill has left there would be taken for this one's.
+    with pytest.raises(InvalidArgumentError, match="scratch"):
+        drill(["true"], scratch=Path(__file__).parent)
+
+
+def test_a_scratch_folder_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    elsewhere = ["sh", "-c", 'cd / && exec "$0" "$@"', *program(tmp_path)]
+    assert drill(elsewhere, steps=10, seed=SEED, scratch=Path("scratch")).ok
+    assert sorted(os.listdir(tmp_path)) == ["scratch"]
 
 
 def test_options_of_the_command() -> None:
