@@ -376,7 +376,8 @@ def test_a_bomb_is_refused_before_it_takes_memory(
     for call, (outcome, seconds, nbytes) in reports[bomb].items():
         assert outcome.partition(":")[0] in ("refused", "problems", "believed", "sound"), outcome
         assert seconds < 20, call
-        assert nbytes < 64 * MIB, (call, outcome)
+        # A million names alone are 69 MiB of Python's texts, whatever their leaves claim.
+        assert nbytes < 96 * MIB, (call, outcome)
     # To metadata a terabyte is a number; whether the bytes are there, only those who read see.
     if bomb not in MAY_BE_BELIEVED:
         assert reports[bomb]["load"][0].startswith("refused: ")
