@@ -115,9 +115,9 @@ class ManagerBase:
         timeouts = instance_of("timeouts", timeouts, Timeouts) or Timeouts()
         one_of("mode", mode, get_args(OpenMode))
         if "CKPT_DRILL_ROOT" in os.environ:
-            from ckpt._proof.drill_root import in_scratch
+            from ckpt._proof.drill_root import in_drill
 
-            root, mode, trash, tiers = in_scratch(root, mode, trash, tiers)
+            mode, trash = in_drill(mode, trash)
         storage = open_root(root, timeouts, create=mode == "a")
         if save_when is not None:
             check_save_policy(save_when)

@@ -24,12 +24,13 @@ from msgspec import Struct
 
 from ckpt._arguments import invalid, whole_number
 from ckpt._format.manifest_head import FILE_NAME
-from ckpt._proof.drill_root import LAST_VARIABLE, ROOT_VARIABLE
+from ckpt._proof.drill_root import LAST_VARIABLE
 from ckpt._proof.mark_notes import FOLDER, decode_marks
 from ckpt._proof.state_marks import StateMark
 from ckpt._proof.verdicts import Repetition
 from ckpt.errors import CheckpointError, CorruptCheckpointError
 from ckpt.manifest import decode
+from ckpt.storage._scratch import ROOT_VARIABLE
 
 _POLL_S = 0.02
 _MOST_OUTPUT = 2000
@@ -178,9 +179,9 @@ def drill(
 ) -> DrillReport:
     """Run a program without a kill and with kills, and compare the marks of its steps.
 
-    Its managers keep their steps in scratch roots, and never write to their own. One with
-    `mode="r"` reads the scratch root if the program has made one, and else the real one. What the
-    program writes besides, it writes as ever.
+    All that it saves by this library is in scratch folders, and nothing in its own places. What it
+    reads is its own until it has written it in the drill. Files that the program writes by itself,
+    it writes as ever.
 
     Args:
         command: The program, with its arguments.
@@ -211,8 +212,8 @@ def drill(
         _ended_by_signals(),
         tempfile.TemporaryDirectory(prefix="ckpt-drill-", ignore_cleanup_errors=True) as made,
     ):
-        # Absolute, since the program may change its working directory.
-        run = _Drill(list(command), Path(os.path.abspath(scratch or made)), steps, timeout)
+        # Its real path, since the program may change its working directory and follow links.
+        run = _Drill(list(command), Path(os.path.realpath(scratch or made)), steps, timeout)
         try:
             return _drilled(run, counts, random.Random(seed), tell)
         finally:
@@ -256,7 +257,7 @@ def _drilled(
 
     whole = run.run("whole", is_done)[-1]
     last = min(max(whole), run.last)
-    saved = min(map(_step_of, _committed(run.scratch / "whole")), default=last)
+    saved = min(_committed(run.scratch / "whole"), default=last)
     if saved >= last - 1:
         raise CheckpointError(
             f"the program saved nothing before step {last - 1}: save more often, or drill more "
@@ -328,27 +329,36 @@ def _report(
 def _marks_in(top: Path) -> _Runs:
     """Return the marks in scratch roots; notes that are written just now are left out."""
     runs: dict[str, dict[int, StateMark]] = {}
-    roots = [*top.glob(f"*/{FOLDER}")]
-    if len(roots) > 1:
+    folders = [path / FOLDER for path in _folders(top) if (path / FOLDER).exists()]
+    if len(folders) > 1:
         raise CheckpointError(
-            f"several managers of the program make marks, in {roots[0].parent.name} and "
-            f"{roots[1].parent.name}: let one of them do so"
+            f"several managers of the program make marks, in {folders[0].parent.name} and "
+            f"{folders[1].parent.name}: let one of them do so"
         )
-    for path in sorted(top.glob(f"*/{FOLDER}/*"), key=lambda path: path.name):
+    for path in sorted(note for folder in folders for note in folder.iterdir()):
         with contextlib.suppress(CorruptCheckpointError, FileNotFoundError):
             marks = {mark.step: mark for mark in decode_marks(path.read_bytes(), str(path))}
             runs.setdefault(path.name.partition("-")[2], {}).update(marks)
     return [marks for marks in runs.values() if marks]
 
 
-def _committed(top: Path) -> list[Path]:
-    """Return the manifests of the committed steps in scratch roots."""
-    return [path for path in top.glob(f"*/*/{FILE_NAME}") if "-tmp-" not in path.parent.name]
+def _folders(top: Path) -> Iterator[Path]:
+    """Yield the scratch folders; of a step, only its own."""
+    for path, names, files in os.walk(top):
+        yield Path(path)
+        if FILE_NAME in files:
+            names.clear()
 
 
-def _step_of(manifest: Path) -> int:
-    found = decode(manifest.read_bytes(), where=str(manifest)).step
-    return -1 if found is None else found
+def _committed(top: Path) -> list[int]:
+    """Return the committed steps in scratch roots."""
+    found = []
+    for path in _folders(top):
+        # A step may be deleted meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            if "-tmp-" not in path.name and (path / FILE_NAME).exists():
+                found.append(decode((path / FILE_NAME).read_bytes(), where=str(path)).step)
+    return [step for step in found if step is not None]
 
 
 def _said(log: Path) -> str:

@@ -40,10 +40,7 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):(/?)")
 
 
 def open_root(
-    path: PathLike,
-    timeouts: Timeouts = _DEFAULT_TIMEOUTS,
-    *,
-    create: bool = True,
+    path: PathLike, timeouts: Timeouts = _DEFAULT_TIMEOUTS, *, create: bool = True
 ) -> Storage:
     """Return the storage whose root is `path`.
 
@@ -61,14 +58,26 @@ def open_root(
         print(storage.location)
         ```
     """
-    local = _place(path)
-    if isinstance(local, Path):
-        own = replace(path, path=local) if isinstance(path, Local) else local
+    return _opened(path, _drilled(_place(path), reads=not create), timeouts, create)
+
+
+def _drilled(place: _Place, *, reads: bool) -> _Place:
+    if "CKPT_DRILL_ROOT" not in os.environ:
+        return place
+    from ckpt.storage._scratch import in_scratch
+
+    return in_scratch(place, reads=reads)
+
+
+def _opened(path: PathLike, place: _Place, timeouts: Timeouts, create: bool) -> Storage:
+    """Return the storage of a place, with the settings of the path that it is of."""
+    if isinstance(place, Path):
+        own = replace(path, path=place) if isinstance(path, Local) else place
         return LocalStorage(own, timeouts, create=create)
     # Imported late: it needs TensorStore, and a root on a disk does not.
     from ckpt.storage._object.storage import ObjectStorage
 
-    store = _open_installed(local) if isinstance(local, _Url) else local
+    store = _open_installed(place) if isinstance(place, _Url) else place
     return ObjectStorage(store, timeouts, create=create)
 
 
@@ -176,24 +185,24 @@ def open_step_dir(path: PathLike, *, follow: bool = False) -> tuple[Storage, str
     Raises:
         InvalidArgumentError: As `open_root`, or the path has no last name.
     """
-    given = _place(path)
-    parent: PathLike
+    given = _drilled(_place(path), reads=follow)
+    above: _Place
     if isinstance(given, S3 | GCS | Memory):
-        parent, name = parent_of(given)
+        above, name = parent_of(given)
     elif isinstance(given, _Url):
-        parent, _, name = given.text.rstrip("/").rpartition("/")
-        if not name or parent.endswith(":/"):
+        text, _, name = given.text.rstrip("/").rpartition("/")
+        if not name or text.endswith(":/"):
             raise invalid("path", path, "the URL of a checkpoint, not of a root")
+        above = _Url(given.scheme, text)
     elif isinstance(given, Path):
         local = Path(os.path.realpath(given) if follow else os.path.abspath(given))
-        own, name = path if isinstance(path, Local) else Local(local), local.name
+        above, name = local.parent, local.name
         if not name:
             raise invalid("path", path, "the path of a directory, not a root")
-        parent = replace(own, path=local.parent)
     else:
         alone = _Alone(given)
-        parent, name = cast("Store", alone), alone.name
-    return open_root(parent), name
+        above, name = cast("Store", alone), alone.name
+    return _opened(path, above, _DEFAULT_TIMEOUTS, True), name
 
 
 class _Url(Struct, frozen=True):
@@ -201,6 +210,10 @@ class _Url(Struct, frozen=True):
 
     scheme: str
     text: str
+
+
+# A path, a store, or a URL of which an installed package makes one.
+_Place = Path | StoreConfig | Store | _Url
 
 
 class _Alone:
@@ -262,8 +275,7 @@ def _open_installed(place: _Url) -> Store:
             f"{what} gave {type(opened).__name__}, which is not a store: it lacks "
             f"{', '.join(missing[:5])}"
         )
-    store: Store = opened
-    return store
+    return cast("Store", opened)
 
 
 def _schemes() -> list[str]:
@@ -284,7 +296,7 @@ def _if_harmless(error: Exception) -> Exception | None:
     return error if redact(text) == text else None
 
 
-def _place(path: PathLike) -> Path | StoreConfig | Store | _Url:
+def _place(path: PathLike) -> _Place:
     # A class has the methods of its instances.
     if isinstance(path, S3 | GCS | Memory | Store) and not isinstance(path, type):
         return path

@@ -254,7 +254,8 @@ class ObjectClient:
         where = self.where(key)
         async with self.slot():
             with anyio.CancelScope(shield=True):
-                store = (await self._stores())[careful]
+                opened = await run_in_thread(self._open) if self._opened is None else self._opened
+                store = opened[careful]
                 if in_thread:
                     # Copying holds the GIL, so several at once would only use more memory.
                     self._copying = self._copying or anyio.Lock()
@@ -295,11 +296,6 @@ class ObjectClient:
 
     def where(self, key: str) -> str:
         return f"{self.location}/{key}{self._at}"
-
-    async def _stores(self) -> tuple[KeyValueStore, KeyValueStore]:
-        if self._opened is not None:
-            return self._opened
-        return await run_in_thread(self._open)
 
     def _open(self) -> tuple[KeyValueStore, KeyValueStore]:
         with self._opening:

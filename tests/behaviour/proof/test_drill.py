@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import ckpt
+import ckpt.sync
 from ckpt._proof.drill import drill
-from ckpt._proof.drill_root import in_scratch
 from ckpt.errors import CheckpointError, InvalidArgumentError
 from ckpt.testing.drill import resume_drill
 from tests.support.command import ckpt_command
@@ -147,25 +147,27 @@ def test_options_of_the_command() -> None:
         assert told in ran.err
 
 
-def test_all_places_of_a_manager_are_scratch_folders(
+def test_all_places_of_a_program_are_scratch_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CKPT_DRILL_ROOT", str(tmp_path))
-    tiers = [ckpt.tiers.SharedMemory(), ckpt.tiers.Tier("/nvme/run")]
-    places = [
-        in_scratch(root, "a", "/elsewhere/trash", tiers)
-        for root in ("s3://bucket/run", "run", ckpt.storage.S3("s3://bucket/run"))
-    ]
-    for root, mode, trash, (memory, near) in places:
-        assert root.parent == tmp_path
-        assert root.name.startswith("run-")
-        assert mode == "a"
-        assert trash is None
-        assert memory is tiers[0]
-        assert near.path.parent == tmp_path
-        assert near.path != root
-    assert places[0][0] == places[2][0] != places[1][0]
-    assert in_scratch("run", "r+", "trash", ())[1:] == ("a", "trash", [])
-    assert in_scratch("run", "r", None, ()) == ("run", "r", None, [])
-    places[1][0].mkdir()
-    assert in_scratch("run", "r", None, ())[0] == places[1][0]
+    scratch, own = tmp_path / "scratch", tmp_path / "own"
+    ckpt.sync.save(own / "10", {"w": 10})
+    monkeypatch.setenv("CKPT_DRILL_ROOT", str(scratch))
+    # What the program has not written in the drill, it finds where it is.
+    assert ckpt.sync.load(own / "10") == {"w": 10}
+    with ckpt.sync.CheckpointManager(own, mode="r+", trash="/elsewhere/trash", keep=1) as mgr:
+        assert mgr.latest_step() is None
+        mgr.save(10, {"w": 11}).result()
+        mgr.save(20, {"w": 20}).result()
+    ckpt.sync.save(own.with_name("once"), {"w": 1})
+    ckpt.sync.save("s3://bucket/run", {"w": 2})
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["own", "scratch"]
+    assert [each.name for each in own.iterdir()] == ["10"]
+    # From then on, what it has written.
+    with ckpt.sync.CheckpointManager(own, mode="r") as mgr:
+        assert mgr.all_steps() == [20]
+        assert ckpt.sync.load(f"{mgr.directory}/20") == ckpt.sync.load(own / "20") == {"w": 20}
+    for store in ("s3://bucket/run", ckpt.storage.S3("s3://bucket/run")):
+        assert ckpt.sync.load(store) == {"w": 2}
+    monkeypatch.delenv("CKPT_DRILL_ROOT")
+    assert ckpt.sync.load(own / "10") == {"w": 10}

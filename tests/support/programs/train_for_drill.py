@@ -49,3 +49,4 @@ with ckpt.sync.CheckpointManager(root, **options) as mgr:
         m = 0.9 * state["m"] + np.sin(state["w"])
         state = {"w": state["w"] - 0.1 * m, "m": m, "step": step + 1}
         mgr.save(step, state)
+        ckpt.sync.save(f"{root}-once", state, if_exists="replace")
