@@ -37,8 +37,7 @@ class Digester(Protocol):
 
 
 def new_digest() -> Digester:
-    digester: Digester = xxhash.xxh3_128()
-    return digester
+    return xxhash.xxh3_128()
 
 
 def digest(data: bytes | bytearray | memoryview | mmap.mmap) -> str:
@@ -451,10 +450,11 @@ SUMMARIES: msgspec.json.Decoder[Summary] = msgspec.json.Decoder(_EarlierSummary)
 
 
 class Origin(Struct, frozen=True):
-    """The writer of a step, as attributes of `Manifest`."""
+    """The writer of a step and the notes of its run, as attributes of `Manifest`."""
 
     writer: dict[str, str]
     process_count: int
+    extensions: dict[str, Any] = {}
 
 
 class Version(Struct, frozen=True):

@@ -17,6 +17,7 @@ from ckpt._format.manifest_head import OWN_FORMAT, VIRTUAL, digest, flat_metrics
 from ckpt._inspection.json_values import finite, time_of
 from ckpt._inspection.locations import Checkpoint
 from ckpt._inspection.values.leaf_index import split_index
+from ckpt._proof.run_notes import CONTRACT_NOTE
 from ckpt._tree.boxes import unboxed_names
 from ckpt._tree.leaf_kinds import ARRAY_KINDS
 from ckpt._tree.leaf_names import compile_pattern, leaf_of_item, split_leaf, suggestion
@@ -113,7 +114,8 @@ def _leaf(item_name: str, item: ItemEntry, paths: Sequence[str], number: int) ->
             path,
             form.kind,
             value=_value(table, number, form.kind),
-            content=_value_digest(table, number),
+            # Of the whole value: the record shows only its beginning.
+            content=digest(repr(table.values.get(number)).encode(errors="surrogatepass")),
         )
     nbytes = _logical_bytes(form, path)
     source = table.same_as.get(number)
@@ -150,11 +152,6 @@ def _stored_bytes(table: LeafTable, number: int, nbytes: int) -> int:
     # A chunk that was not compressed has the length 0.
     lengths = table.lengths[first:last]
     return int(lengths.sum()) if lengths.all() else nbytes
-
-
-def _value_digest(table: LeafTable, number: int) -> str:
-    """Return a digest of the whole value; the record shows only its beginning."""
-    return digest(repr(table.values.get(number)).encode(errors="surrogatepass"))
 
 
 def _content(table: LeafTable, number: int) -> str | None:
@@ -277,6 +274,7 @@ class CheckpointSummary(Struct, frozen=True):
         sources: Locations of those files.
         metrics: Metrics by name; None for values that are not finite.
         metadata: User metadata.
+        contract: The contract of its run, or None.
         parent: Path of the checkpoint that the run began from, or None.
         statistics: Seconds that the save spent, by activity.
         nonfinite: Number of values that are NaN or infinite, by leaf path, for leaves that have
@@ -303,6 +301,7 @@ class CheckpointSummary(Struct, frozen=True):
     sources: list[str]
     metrics: dict[str, float | None]
     metadata: Any
+    contract: Any
     parent: str | None
     statistics: dict[str, float]
     nonfinite: dict[str, int] | None
@@ -351,6 +350,7 @@ def summarize(
         sources=sorted(each.location for each in manifest.sources.values()),
         metrics=finite(flat_metrics(manifest.metrics)),
         metadata=manifest.metadata,
+        contract=manifest.extensions.get(CONTRACT_NOTE),
         parent=None if manifest.parent is None else manifest.parent.path,
         statistics=dict(manifest.statistics),
         nonfinite=None if notes.nonfinite_leaves is None else nonfinite_leaves(manifest),

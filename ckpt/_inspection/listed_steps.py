@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -21,6 +22,7 @@ from ckpt._format.manifest_head import (
 from ckpt._inspection.json_values import age_of, finite, time_of
 from ckpt._inspection.locations import Checkpoint, RunRoot, checkpoint_at, doubled_steps
 from ckpt._inspection.usage import StorageUsage, UsageKey, usage_of
+from ckpt._proof.run_notes import CONTRACT_NOTE
 from ckpt._redaction import redact
 from ckpt._steps.index import IndexedStep
 from ckpt._steps.opened import open_step
@@ -57,6 +59,7 @@ class ListedStep(Struct, frozen=True):
         dropped: Items that were taken out of it.
         versions: Versions of the libraries that wrote it; empty if they were not asked for.
         process_count: Number of processes that wrote it; None if it was not asked for.
+        contract: The contract of its run; None if there is none, or if it was not asked for.
     """
 
     step: int | None
@@ -74,6 +77,7 @@ class ListedStep(Struct, frozen=True):
     dropped: list[str] = []
     versions: dict[str, str] = {}
     process_count: int | None = None
+    contract: Any = None
 
 
 class UnreadableEntry(Struct, frozen=True):
@@ -284,6 +288,7 @@ def _list_step(
         [each.item for each in step.dropped],
         {} if origin is None else dict(origin.writer),
         None if origin is None else origin.process_count,
+        None if origin is None else origin.extensions.get(CONTRACT_NOTE),
     )
 
 
@@ -301,7 +306,7 @@ async def _list_opened(checkpoint: Checkpoint) -> ListedStep:
         notes=notes_in(manifest),
         dropped=tuple(manifest.dropped),
     )
-    origin = Origin(manifest.writer, manifest.process_count)
+    origin = Origin(manifest.writer, manifest.process_count, manifest.extensions)
     if manifest.step is None:
         return replace(_list_step(step, (), None, origin), step=None)
     pinned = (await pins(checkpoint.storage)).get(manifest.step, ())
@@ -324,7 +329,8 @@ async def _origins(root: RunRoot, steps: Collection[IndexedStep]) -> dict[str, O
         found[each.step_dir] = origin
         # The step was deleted meanwhile. If it is damaged or of a later version, opening it raises.
         if origin is None and (opened := await open_step(root.storage, each.step_dir, each.step)):
-            found[each.step_dir] = Origin(opened.manifest.writer, opened.manifest.process_count)
+            head = opened.manifest
+            found[each.step_dir] = Origin(head.writer, head.process_count, head.extensions)
     return found
 
 

@@ -210,16 +210,13 @@ async def _names_in(storage: Storage) -> StepNames:
     named = [name for name, kind in kinds.items() if kind.prefix]
     stamps = await storage.stamps(named, FILE_NAME) if named else []
     padded = [name for name, kind in kinds.items() if kind.digits and not kind.prefix]
-    conventions = {kinds[name] for name in [*_present(named, stamps), *padded]}
+    present = (name for name, stamp in zip(named, stamps, strict=True) if stamp is not None)
+    conventions = {kinds[name] for name in (*present, *padded)}
     if not conventions:
         # The first save of the run shows how its steps are named.
         begun = [convention(each.step_dir) for each in await storage.attempts()]
         conventions = {kind for kind in begun if kind is not None}
     return Composite(Standard(), *sorted(conventions, key=str)) if conventions else Standard()
-
-
-def _present(names: Iterable[str], stamps: Iterable[object]) -> list[str]:
-    return [name for name, stamp in zip(names, stamps, strict=True) if stamp is not None]
 
 
 class StepPath(Struct, frozen=True):

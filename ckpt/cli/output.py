@@ -71,8 +71,7 @@ def show_line(text: str) -> None:
     # The carriage return first ensures that no line is ever left above.
     sys.stderr.write(f"\r{text}\x1b[K")
     sys.stderr.flush()
-    _shown.append(text)
-    del _shown[:-1]
+    _shown[:] = [text]
 
 
 def hide_line() -> None:

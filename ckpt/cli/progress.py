@@ -88,7 +88,8 @@ class ProgressLine:
         self._drawn = self._began + _DELAY_SECONDS - _PAUSE_SECONDS
         self._total: int | None = None
         self._done = 0
-        self._is_on = _is_terminal()
+        is_dumb = os.environ.get("TERM") in (None, "", "dumb")
+        self._is_on = sys.stderr.isatty() and not is_dumb
 
     def name(self, text: str) -> None:
         """Change the name at the beginning of the line."""
@@ -151,10 +152,6 @@ def progress(name: str) -> Iterator[ProgressLine]:
         yield line
     finally:
         hide_line()
-
-
-def _is_terminal() -> bool:
-    return sys.stderr.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
 
 
 def _bar(share: float, width: int) -> str:

@@ -195,7 +195,7 @@ async def compare_values(before: Checkpoint, after: Checkpoint) -> CheckpointDif
             replace(pair.compared, change=change)
             for pair, change in zip(members, changes, strict=True)
         ]
-    unlike = [each for each in compared if _is_change(each)]
+    unlike = [each for each in compared if each.change and each.change.different + each.change.bits]
     unlike.sort(key=_weight, reverse=True)
     same = found.same - len(found.same_by_fingerprint) + len(compared) - len(unlike)
     found = replace(
@@ -208,11 +208,6 @@ async def compare_values(before: Checkpoint, after: Checkpoint) -> CheckpointDif
     )
     lists = (found.removed, found.added, found.types, found.values, found.items, found.contents)
     return replace(found, is_same=not any((*lists, found.metrics, found.metadata)))
-
-
-def _is_change(compared: ComparedArray) -> bool:
-    assert compared.change is not None
-    return compared.change.different + compared.change.bits > 0
 
 
 def _weight(compared: ComparedArray) -> tuple[bool, float, int]:

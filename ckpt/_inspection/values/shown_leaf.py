@@ -69,7 +69,8 @@ class RunningStatistics:
     """Accumulates the statistics of an array, from pieces in any order."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
-        self._is_whole = not _is_inexact(dtype)
+        # The dtypes of ml_dtypes have the kind V; their integers are named like those of numpy.
+        self._is_whole = dtype.kind in "biu" or (dtype.kind not in "fc" and "int" in dtype.name)
         self._count = self._nan = self._inf = 0
         self._min: float | int | None = None
         self._max: float | int | None = None
@@ -142,11 +143,6 @@ class RunningStatistics:
 def _finite_or_none(value: np.longdouble) -> float | None:
     found = float(value)
     return found if math.isfinite(found) else None
-
-
-def _is_inexact(dtype: np.dtype[Any]) -> bool:
-    # The dtypes of ml_dtypes have the kind V; the names of their integers are like those of numpy.
-    return dtype.kind in "fc" or (dtype.kind not in "biu" and "int" not in dtype.name)
 
 
 class GrowingHistogram:

@@ -9,6 +9,7 @@ from typing import get_args
 import anyio
 import click
 
+from ckpt._format.manifest_head import digest
 from ckpt._inspection.listed_steps import (
     Ancestor,
     ListedAttempt,
@@ -185,6 +186,9 @@ def _notes(step: ListedStep, keeps: str | None) -> str:
         notes.append(f"loses {', '.join(step.drops_next)} with the next save")
     if step.dropped:
         notes.append(f"without {', '.join(step.dropped)}")
+    if step.contract is not None:
+        # The beginning of its digest tells it from that of other steps.
+        notes.append(f"contract {digest(repr(step.contract).encode())[:8]}")
     if step.writer != "ckpt":
         notes.append(f"written by {step.writer.capitalize()}")
     if step.step is not None and not step.name.isdecimal():

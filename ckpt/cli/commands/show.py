@@ -124,8 +124,8 @@ def _item_cells(item: ItemSummary) -> tuple[str, str, str, str]:
 def _summary(found: CheckpointSummary) -> Iterator[str]:
     metrics = (f"{name}={metric_text(value)}" for name, value in found.metrics.items())
     times = (f"{name} {seconds:.2f} s" for name, seconds in found.statistics.items())
+    noted = ("metadata", found.metadata), ("contract", found.contract)
     writer = (f"{library} {version}" for library, version in found.writer.items())
-    metadata = found.metadata
     yield from fields(
         [
             ("path", found.path),
@@ -138,7 +138,7 @@ def _summary(found: CheckpointSummary) -> Iterator[str]:
             ("health", _health(found)),
             *(("dropped", _dropped(item)) for item in found.dropped),
             ("metrics", ", ".join(metrics)),
-            ("metadata", "" if metadata is None else msgspec.json.encode(metadata).decode()),
+            *((name, msgspec.json.encode(it).decode()) for name, it in noted if it is not None),
             ("begun from", found.parent or ""),
             *(("source", path) for path in found.sources),
             ("save", ", ".join(times)),
@@ -232,7 +232,8 @@ def _stored(found: ShownLeaf) -> str:
 def _figures(figures: ArrayStatistics) -> list[tuple[str, str]]:
     names = ("min", "max", "mean", "std")
     found = [(name, _number(getattr(figures, name))) for name in names]
-    found.append(("not finite", _not_finite(figures)))
+    infinite = count_text(figures.inf, "infinity", "infinities")
+    found.append(("not finite", f"{figures.nan:,} NaN, {infinite}"))
     return found
 
 
@@ -240,10 +241,6 @@ def _number(value: float | int | None) -> str:
     if value is None:
         return "-"
     return str(value) if isinstance(value, int) else f"{value:.6g}"
-
-
-def _not_finite(figures: ArrayStatistics) -> str:
-    return f"{figures.nan:,} NaN, {count_text(figures.inf, 'infinity', 'infinities')}"
 
 
 def _elements(printed: PrintedArray) -> Iterator[str]:
