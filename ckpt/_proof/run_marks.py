@@ -115,7 +115,7 @@ class RunMarks(Struct, eq=False):
                     )
                 if self._repetition is None:
                     self._repetition = Repetition(await self._read_earlier(begun.step))
-                self._compare(mark, begun)
+                await self._compare(mark, begun)
                 if self._filling and self._filling[0].layout != mark.layout:
                     self._filling.clear()
                 await self._keep(mark)
@@ -127,11 +127,11 @@ class RunMarks(Struct, eq=False):
             self._say("read", f"the marks of earlier runs were not read: {error}")
             return {}
 
-    def _compare(self, mark: StateMark, begun: BegunMark) -> None:
+    async def _compare(self, mark: StateMark, begun: BegunMark) -> None:
         """Compare a mark with that of an earlier run; say what is found, once."""
         repetition, where = self._repetition, redact(self.storage.location)
         assert repetition is not None
-        told = repetition.compare(mark, begun.holders)
+        told = await run_in_thread(repetition.compare, mark, begun.holders)
         if told is not None:
             logger.warning("%s: %s", where, told)
         if repetition.steps is None or not repetition.is_over_at(mark.step):
