@@ -16,6 +16,7 @@ from ckpt._steps.index import IndexedStep
 from ckpt._steps.pins import check_pin_name, pin, pins, unpin
 from ckpt._steps.removal.deletion_plan import DeletionPlan
 from ckpt._steps.removal.retention import Retention
+from ckpt._tree.table import format_bytes
 from ckpt.errors import CorruptCheckpointError, InvalidArgumentError, NotACheckpointError
 from ckpt.keep._deletion import Deletion
 from ckpt.keep._health import Healthy, allowed_by, health_of
@@ -29,11 +30,12 @@ from ckpt.keep._keep_policies import (
     Latest,
     Newer,
     Steps,
+    members_of,
     steps_kept,
 )
 from ckpt.keep._keep_policies import Any as AnyOf
 from ckpt.keep._questions import SavedStep
-from ckpt.keep._ranking import Best
+from ckpt.keep._ranking import Best, Within
 
 _REGULAR = {3600.0: "hourly", 86_400.0: "daily", 604_800.0: "weekly"}
 _UNITS = ((86_400, "d"), (3600, "h"), (60, "min"))
@@ -161,7 +163,7 @@ def kept_for(
     """
     found: dict[int, list[str]] = {each.step: [] for each in steps}
     by_step = {each.step: each for each in steps}
-    for member in _members(policy):
+    for member in members_of(policy):
         for step in steps_kept(member, steps, now):
             text = text_of(member)
             if isinstance(member, Best) and isinstance(member.metric, str):
@@ -178,7 +180,8 @@ def text_of(policy: KeepRules) -> str:
         return ", ".join(f"{text_of(each)} ({name})" for name, each in policy.items())
     match policy:
         case AnyOf():
-            return ", ".join(text_of(each) for each in policy.policies)
+            within = f" within {format_bytes(policy.nbytes)}" if isinstance(policy, Within) else ""
+            return ", ".join(text_of(each) for each in policy.policies) + within
         case All():
             return "all"
         case Latest():
@@ -198,12 +201,6 @@ def text_of(policy: KeepRules) -> str:
         case Steps():
             return "chosen"
     return repr(policy)
-
-
-def _members(policy: KeepPolicyLike) -> list[KeepPolicyLike]:
-    if isinstance(policy, AnyOf):
-        return [member for each in policy.policies for member in _members(each)]
-    return [policy]
 
 
 def _at_most(text: str, policy: EverySteps | ClosestToEvery) -> str:

@@ -217,7 +217,7 @@ async def hold(
             if found is None or not marks:
                 break
             found = None
-            await _pause()
+            await anyio.sleep(_PAUSE_SECONDS)
             marks &= await _marks_on(storage, step)
     finally:
         if found is None:
@@ -336,10 +336,6 @@ async def _drop(storage: Storage, note: str) -> None:
         await storage.drop_note(note, durable=False)
     except StorageError as error:
         logger.warning("%s is left until it runs out: %s", note, error)
-
-
-async def _pause() -> None:
-    await anyio.sleep(_PAUSE_SECONDS)
 
 
 def _note(step: int, name: str) -> str:

@@ -270,10 +270,10 @@ class Any:
         return frozenset().union(*(steps_kept(policy, steps, now) for policy in self.policies))
 
 
-def members_of(policy: object) -> list[object]:
+def members_of(policy: object) -> list[KeepPolicyLike]:
     """Return the policies that an `Any` or a mapping is made of, at any depth; else the policy."""
     if not isinstance(policy, Mapping | Any):
-        return [policy]
+        return [cast("KeepPolicyLike", policy)]
     several = policy.values() if isinstance(policy, Mapping) else policy.policies
     return [each for member in several for each in members_of(member)]
 

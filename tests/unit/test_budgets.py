@@ -38,7 +38,7 @@ LINES = {
     "_conversion": 1951,
     "_engine": 4923,
     "_format": 1669,
-    "_inspection": 3276,
+    "_inspection": 3275,
     "_interop": 3031,
     "_plan": 2842,
     "_proof": 1322,

@@ -173,7 +173,7 @@ class StepTrash:
     async def steps(self) -> list[TrashedStep]:
         """Return the steps in the trash, ordered by step, then by time of deletion."""
         found = [
-            TrashedStep(step, _time_of(entry), entry.path)
+            TrashedStep(step, datetime.fromtimestamp(entry.deleted_ns / 1e9, UTC), entry.path)
             for step, entries in (await self._entries()).items()
             for entry in entries
         ]
@@ -260,7 +260,3 @@ class StepTrash:
 def _save_of(entry: TrashEntry) -> str:
     # If every process has its own disk, all copies of a save have the same `save`.
     return entry.save or entry.name
-
-
-def _time_of(entry: TrashEntry) -> datetime:
-    return datetime.fromtimestamp(entry.deleted_ns / 1e9, UTC)

@@ -35,7 +35,7 @@ from ckpt.keep._keep_policies import (
 )
 from ckpt.keep._keep_policies import Any as AnyOf
 from ckpt.keep._questions import name_of
-from ckpt.keep._ranking import Best
+from ckpt.keep._ranking import Best, Within
 from ckpt.storage._base import Storage
 
 logger = logging.getLogger("ckpt")
@@ -55,6 +55,7 @@ _KINDS: dict[str, type[Any]] = {
     "healthy": Healthy,
     "custom_steps": Steps,
     "any": AnyOf,
+    "within": Within,
 }
 # Kind of a policy for each item; an older version treats it as an unknown policy.
 _BY_ITEM = "by_item"
@@ -172,7 +173,8 @@ def _data(policy: object) -> dict[str, Any]:
     if kind is None or (isinstance(policy, Best) and not isinstance(policy.metric, str)):
         return _custom(policy)
     if isinstance(policy, AnyOf):
-        return {"kind": kind, "policies": [_data(each) for each in policy.policies]}
+        size = {"size": policy.nbytes} if isinstance(policy, Within) else {}
+        return {"kind": kind, **size, "policies": [_data(each) for each in policy.policies]}
     if isinstance(policy, Steps):
         return {"kind": kind, "steps": sorted(policy.steps)}
     if isinstance(policy, EverySeconds | Newer):
@@ -211,10 +213,11 @@ def _policy(data: object, depth: int = 0) -> KeepPolicyLike | None:
     if made is None or not isinstance(data, dict) or depth > _DEEPEST:
         return None
     try:
-        if made is AnyOf:
+        if issubclass(made, AnyOf):
             members = [_policy(each, depth + 1) for each in data["policies"]]
             known = [each for each in members if each is not None]
-            return AnyOf(*known) if len(known) == len(members) else None
+            size = (data["size"],) if made is Within else ()
+            return made(*size, *known) if len(known) == len(members) else None
         policy: KeepPolicyLike = made(
             **{name: value for name, value in data.items() if name != "kind"}
         )

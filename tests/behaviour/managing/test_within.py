@@ -7,10 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
 import ckpt.sync
+from ckpt._steps.removal.recorded_policy import read_recorded_policy
 from ckpt.errors import InvalidArgumentError, StorageError
 from ckpt.keep import (
     All,
@@ -25,6 +27,8 @@ from ckpt.keep import (
 )
 from ckpt.keep import Any as AnyOf
 from ckpt.keep._by_item import text_of
+from ckpt.storage import open_root
+from tests.support.command import ckpt_command
 
 
 def steps(*sizes: int | None, **losses: float) -> list[SavedStep]:
@@ -155,8 +159,22 @@ def test_a_run_stays_inside_the_size(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert any("which leaves" in each for each in said(caplog, logging.INFO))
     nbytes = sum(each.stat().st_size for each in tmp_path.rglob("*") if each.is_file())
     assert nbytes < 1_050_000
-    # Another program sees the text of the policy.
-    assert "Within(1000000" in (tmp_path / ".ckpt-run/preservation.json").read_text()
+    # Another program knows the policy.
+    found = ckpt_command("ls", tmp_path, "--json").json["steps"]
+    assert [each["step"] for each in found if each["goes_next"]] == [3]
+    assert "keeps: best loss, newest 10 within 977 KiB" in ckpt_command("ls", tmp_path).out
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Within("1 GB"), Within(10, Latest(3), Best(2, "loss", "min")), AnyOf(Within(9, Latest(1)))],
+)
+def test_a_root_records_it(tmp_path: Path, policy: Any) -> None:
+    with ckpt.sync.CheckpointManager(tmp_path, keep=policy) as mgr:
+        mgr.save(1, {"w": 1})
+    noted = anyio.run(read_recorded_policy, open_root(tmp_path))
+    assert noted is not None
+    assert noted.policy == policy
 
 
 def test_the_last_healthy_step_stays(tmp_path: Path) -> None:

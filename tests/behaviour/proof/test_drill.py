@@ -159,7 +159,10 @@ def test_all_places_of_a_program_are_scratch_folders(
         assert mgr.latest_step() is None
         mgr.save(10, {"w": 11}).result()
         mgr.save(20, {"w": 20}).result()
-    ckpt.sync.save(own.with_name("once"), {"w": 1})
+    for value in (1, 2):
+        # A program that looks for the first one itself does not see it.
+        assert not own.with_name("once").exists()
+        ckpt.sync.save(own.with_name("once"), {"w": value})
     ckpt.sync.save("s3://bucket/run", {"w": 2})
     assert sorted(each.name for each in tmp_path.iterdir()) == ["own", "scratch"]
     assert [each.name for each in own.iterdir()] == ["10"]
