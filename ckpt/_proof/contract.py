@@ -125,7 +125,8 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
             if not isinstance(key, str) or not _is_text(key):
                 raise _refused(where, key, "texts as keys")
             named[key] = _plain(value[key], f"{where}.{key}" if where else key, depth + 1)
-        return named
+        # Sorted, so that equal contracts are the same text.
+        return dict(sorted(named.items()))
     if isinstance(value, set | frozenset):
         value = sorted(value, key=repr)
     if isinstance(value, list | tuple):

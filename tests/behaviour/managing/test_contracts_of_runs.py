@@ -251,7 +251,7 @@ def test_steps_without_a_contract_are_taken_with_a_warning(
 @pytest.mark.parametrize(
     ("run", "problems"),
     [
-        ({"a": 1}, ("a: expected 1, found nothing", "model: expected nothing, found ")),
+        ({"a": 1}, ("a: expected 1, found nothing", "data: expected nothing, found ")),
         ({"model": {"layers": 12}}, ("model.width: expected nothing, found 768", "data: expected")),
         ({**RUN, "data": [1]}, ("data: expected [1], found {'seed': 3}",)),
         ({**RUN, "data": {"seed": True}}, ("data.seed: expected True, found 3",)),
