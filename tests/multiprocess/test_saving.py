@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,22 +58,35 @@ def test_each_process_shares_the_files_of_what_did_not_change(count: int, tmp_pa
         assert ckpt.sync.verify(root / str(step)).ok
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("step", "which came to the save of step [12] last"),
-        ("structure", "different trees"),
-        ("shape", "different trees"),
-        ("value", "leaf .count. has one value for all processes"),
-        ("items", "same items"),
-        ("root", "last\\) never came to it"),
-    ],
-)
-def test_processes_that_do_not_agree_all_hear_of_it(kind: str, text: str, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    for told in run(2, "refused", root, kind):
-        assert re.search(text, str(told["text"]))
-    assert not list(tmp_path.rglob("ckpt.json"))
+# What processes do not do alike, and what each of them hears.
+UNLIKE = {
+    "step": "which came to the save of step [12] last",
+    "structure": "different trees",
+    "shape": "different trees",
+    "value": "leaf .count. has one value for all processes",
+    "items": "same items",
+    "root": "last\\) never came to it",
+}
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Any]]]:
+    """Where a job has tried all of that, and what each of its processes told, one by one."""
+    root = tmp_path_factory.mktemp("refused")
+    children = run_processes(
+        2, "save_in_job.py", "refused", root, *UNLIKE, devices_per_process=FIGURES[2]
+    )
+    return root, [child.values for child in children]
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_processes_that_do_not_agree_all_hear_of_it(
+    kind: str, refused: tuple[Path, list[list[Any]]]
+) -> None:
+    root, told = refused
+    for values in told:
+        assert re.search(UNLIKE[kind], values[[*UNLIKE].index(kind)]["text"])
+    assert not list((root / kind).rglob("ckpt.json"))
 
 
 @pytest.mark.slow

@@ -29,30 +29,40 @@ def records(path: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process saves: with signs by its host, and by its devices."""
+    return saved_in_a_job(1, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def of_one_process(one_process: Path) -> dict[str, np.ndarray]:
     """What the host of one process finds."""
-    root = tmp_path_factory.mktemp("alone")
-    run_processes(1, "save_in_job.py", "roundtrip", root, "host", devices_per_process=DEVICES[1])
-    return records(root / "3")
+    return records(one_process / "host" / "3")
 
 
-@pytest.mark.parametrize(
-    ("count", "mode"), [(2, "host"), (4, "host"), (1, "device"), (2, "device"), (4, "device")]
-)
+def saved_in_a_job(count: int, root: Path) -> Path:
+    given = ("roundtrip", root, "host", "device")
+    run_processes(count, "save_in_job.py", *given, devices_per_process=DEVICES[count])
+    return root
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
 def test_jobs_of_one_two_and_four_processes_agree(
-    tmp_path: Path, of_one_process: dict[str, np.ndarray], count: int, mode: str
+    tmp_path: Path, one_process: Path, of_one_process: dict[str, np.ndarray], count: int
 ) -> None:
-    run_processes(
-        count, "save_in_job.py", "roundtrip", tmp_path, mode, devices_per_process=DEVICES[count]
-    )
-    found = records(tmp_path / "3")
-    assert len(found) == 12
-    assert found.keys() == of_one_process.keys()
-    for name, record in found.items():
-        for sign in SIGNS.names or ():
-            np.testing.assert_allclose(
-                record[sign], of_one_process[name][sign], rtol=1e-5 if sign == "norm" else 0
-            )
+    root = one_process if count == 1 else saved_in_a_job(count, tmp_path)
+    for mode in ("host", "device"):
+        found = records(root / mode / "3")
+        assert len(found) == 12
+        assert found.keys() == of_one_process.keys()
+        for name, record in found.items():
+            for sign in SIGNS.names or ():
+                np.testing.assert_allclose(
+                    record[sign],
+                    of_one_process[name][sign],
+                    rtol=1e-5 if sign == "norm" else 0,
+                    err_msg=f"{sign} of {name} by the {mode}",
+                )
 
 
 def test_a_process_may_have_no_part_of_an_array(tmp_path: Path) -> None:
@@ -78,12 +88,11 @@ def test_processes_with_another_switch_save_no_wrong_signs(tmp_path: Path, witho
     assert (None if found is None else found.absmax) == (None if without == 0 else 9)
 
 
-def test_on_disks_of_their_own_every_process_has_those_of_what_it_has_whole(tmp_path: Path) -> None:
+def test_on_disks_of_their_own_every_process_has_those_of_what_it_has_whole(
+    tmp_path: Path, of_one_process: dict[str, np.ndarray]
+) -> None:
     root = tmp_path / "root"
     run_processes(2, "save_in_job.py", "apart", root, "save", 3, devices_per_process=2)
-    alone = tmp_path / "alone"
-    run_processes(1, "save_in_job.py", "roundtrip", alone, devices_per_process=4)
-    whole = records(alone / "3")
     divided = {"rows", "large rows", "columns", "tiles", "small"}
     for disk in (root / "disk 0", root / "disk 1"):
         found = records(disk / "3")
@@ -91,29 +100,33 @@ def test_on_disks_of_their_own_every_process_has_those_of_what_it_has_whole(tmp_
             is_known = record["norm"] >= 0
             assert is_known == (name not in divided), name
             if is_known:
-                assert (record["fingerprint"] == whole[name]["fingerprint"]).all()
+                assert (record["fingerprint"] == of_one_process[name]["fingerprint"]).all()
 
 
-@pytest.mark.parametrize(
-    ("count", "wrong", "named"),
-    [(3, [1], (1,)), (3, [0], (0,)), (2, [1], (0, 1)), (3, [], ())],
-    ids=str,
-)
-def test_processes_whose_replicas_differ_are_named(
-    tmp_path: Path, count: int, wrong: list[int], named: tuple[int, ...]
-) -> None:
+# The processes that have other replicas, step by step, and those that are named.
+DRIFTS: dict[int, list[tuple[str, tuple[int, ...]]]] = {
+    3: [("1", (1,)), ("0", (0,)), ("none", ())],
+    2: [("1", (0, 1))],
+}
+
+
+@pytest.mark.parametrize("count", DRIFTS)
+def test_processes_whose_replicas_differ_are_named(tmp_path: Path, count: int) -> None:
+    which = [each for each, _ in DRIFTS[count]]
     found = run_processes(
-        count, "save_in_job.py", "drifting", tmp_path, *wrong, devices_per_process=1
+        count, "save_in_job.py", "drifting", tmp_path, *which, devices_per_process=1
     )
-    # All are told alike, whichever publishes.
-    assert [child.value["unequal"] for child in found] == [int(bool(named))] * count
-    assert found[0].value["ok"]
-    tree = ckpt.sync.metadata(tmp_path / "1").tree
-    assert {name: VitalSigns.unequal_on(leaf) for name, leaf in tree.items()} == {
-        "good": (),
-        "bad": named,
-        "own": (),
-    }
+    for step, (each, named) in enumerate(DRIFTS[count], 1):
+        told = [child.values[step - 1] for child in found]
+        # All are told alike, whichever publishes.
+        assert [of["unequal"] for of in told] == [int(bool(named))] * count, each
+        assert told[0]["ok"], each
+        tree = ckpt.sync.metadata(tmp_path / str(step)).tree
+        assert {name: VitalSigns.unequal_on(leaf) for name, leaf in tree.items()} == {
+            "good": (),
+            "bad": named,
+            "own": (),
+        }, each
 
 
 def test_one_process_of_a_job_tells_of_values_that_are_not_finite(

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -100,8 +101,17 @@ def of_integers(*box: Any) -> Any:
 
 
 def roundtrip() -> None:
-    """Save steps, with all a manager may be asked, and restore; `ROOT [VITAL_SIGNS]`."""
-    mode: Any = sys.argv[3] if len(sys.argv) > 3 else "auto"
+    """Save steps, with all a manager may be asked, and restore.
+
+    With modes of vital signs, `ROOT MODE...`, do so for each, below ROOT, with step 3 alone.
+    """
+    for mode in sys.argv[3:]:
+        roundtrip_at(root / mode, mode, (3,))
+    if not sys.argv[3:]:
+        roundtrip_at(root, "auto", (1, 2, 3))
+
+
+def roundtrip_at(root: Path, mode: Any, numbers: tuple[int, ...]) -> None:
     if mode == "device":
         # The shards of these arrays are small.
         device_pass._LEAST_BYTES = 1
@@ -112,14 +122,15 @@ def roundtrip() -> None:
         custom_metadata={"run": "one"},
         extensions=[ckpt.extensions.VitalSigns(mode)],
     ) as mgr:
-        for step in (1, 2, 3):
+        for step in numbers:
             info = mgr.save(step, state(step), metrics={"loss": 1.0 / step}).result(60)
             assert info is not None
             assert info.step == step
         mgr.wait_until_finished()
         steps = mgr.all_steps() if index == 0 else [2, 3]
         problems = wrong(mgr.restore(like=state(0)), 3)
-        problems += wrong(mgr.restore(2), 2)
+        if 2 in numbers:
+            problems += wrong(mgr.restore(2), 2)
     assert info is not None
     tell({"steps": steps, "problems": problems, "info": [info.nbytes, list(info.items)]})
 
@@ -167,26 +178,29 @@ def drifting_apart() -> None:
 
 
 def drifting(place: Path = root, job: OwnDisks | None = None) -> None:
-    """Save arrays that the processes should have alike, and some do not."""
-    wrong_ones = [int(each) for each in sys.argv[3:]]
+    """Save arrays that the processes should have alike, and some do not.
+
+    Each argument is a step, and names the processes that have others in it: `1,2`, or `none`.
+    """
     good = whole("good", (768, 1024), np.float32, 1)
-    bad = good + (index in wrong_ones)
-    state = {
-        name: jax.make_array_from_callback(good.shape, sharding, values.__getitem__)
-        for name, sharding, values in (
-            ("good", NamedSharding(line, P()), good),
-            ("bad", NamedSharding(line, P()), bad),
-            # Each process has half of it, once.
-            ("own", NamedSharding(line, P("x")), bad),
-        )
-    }
     with ckpt.sync.CheckpointManager(
         place, coordinator=job, extensions=[ckpt.extensions.VitalSigns("device")]
     ) as mgr:
-        info = mgr.save(1, state).result(60)
-        assert info is not None
-        is_asked = index == 0 or job is not None
-        tell({"unequal": info.unequal_leaves, "ok": mgr.verify(1).ok if is_asked else None})
+        for step, which in enumerate(sys.argv[3:], 1):
+            bad = good + (str(index) in which.split(","))
+            state = {
+                name: jax.make_array_from_callback(good.shape, sharding, values.__getitem__)
+                for name, sharding, values in (
+                    ("good", NamedSharding(line, P()), good),
+                    ("bad", NamedSharding(line, P()), bad),
+                    # Each process has a part of it, once.
+                    ("own", NamedSharding(line, P("x")), bad),
+                )
+            }
+            info = mgr.save(step, state).result(60)
+            assert info is not None
+            is_asked = index == 0 or job is not None
+            tell({"unequal": info.unequal_leaves, "ok": mgr.verify(step).ok if is_asked else None})
 
 
 def elsewhere() -> None:
@@ -211,30 +225,36 @@ def restored() -> None:
 
 
 def refused() -> None:
-    """Do what all processes must do alike, and do not."""
-    kind = sys.argv[3]
-    told: dict[str, Any] = {}
-    try:
-        where = root / f"{index}" if kind == "root" else root
-        timeouts = ckpt.Timeouts(coordination=3.0)
-        with ckpt.sync.CheckpointManager(where, timeouts=timeouts) as mgr:
-            step, tree = 1, state(1)
-            if kind == "step" and index == 1:
-                step = 2
-            if kind == "structure" and index == 1:
-                tree["more"] = 1
-            if kind == "shape" and index == 1:
-                tree["numpy"] = tree["numpy"][1:]
-            if kind == "value" and index == 1:
-                tree["count"] = 7
-            if kind == "items":
-                items = {"model": tree} | ({"more": {"a": 1}} if index == 1 else {})
-                mgr.save(step, items=items).result(60)
-            else:
-                mgr.save(step, tree).result(60)
-    except CheckpointError as error:
-        told = {"kind": type(error).__name__, "text": str(error)}
-    tell(told)
+    """Do what all processes must do alike, and do not; `ROOT KIND...`, each below ROOT."""
+    tree = state(1)
+    for kind in sys.argv[3:]:
+        # Each waits in vain from now on, where it does.
+        multihost_utils.sync_global_devices(kind)
+        try:
+            save_unlike(kind, root / kind, dict(tree))
+            tell({})
+        except CheckpointError as error:
+            tell({"kind": type(error).__name__, "text": str(error)})
+
+
+def save_unlike(kind: str, root: Path, tree: dict[str, Any]) -> None:
+    where = root / f"{index}" if kind == "root" else root
+    timeouts = ckpt.Timeouts(coordination=3.0)
+    with ckpt.sync.CheckpointManager(where, timeouts=timeouts) as mgr:
+        step = 1
+        if kind == "step" and index == 1:
+            step = 2
+        if kind == "structure" and index == 1:
+            tree["more"] = 1
+        if kind == "shape" and index == 1:
+            tree["numpy"] = tree["numpy"][1:]
+        if kind == "value" and index == 1:
+            tree["count"] = 7
+        if kind == "items":
+            items = {"model": tree} | ({"more": {"a": 1}} if index == 1 else {})
+            mgr.save(step, items=items).result(60)
+        else:
+            mgr.save(step, tree).result(60)
 
 
 {
