@@ -40,6 +40,8 @@ _LIBRARIES = (
     "anyio._backends._asyncio",
     "jax.experimental.multihost_utils",
     "jax.numpy",
+    # jax imports it when it compiles for the first time.
+    "jaxlib.mlir.dialects.mhlo",
     "pydantic",
     "tensorstore",
 )
@@ -223,6 +225,7 @@ def _be_a_nursery(control: socket.socket) -> None:
     """Fork for every request; return in a child, and in the nursery when nobody is there to ask."""
     for name in (*_LIBRARIES, *_modules_of_ckpt()):
         importlib.import_module(name)
+    _look_up_once()
     # A collection in a child, such as that at its end, would copy all the memory that they share.
     gc.freeze()
     assert threading.active_count() == len(os.listdir("/proc/self/task")) == 1
@@ -239,6 +242,15 @@ def _be_a_nursery(control: socket.socket) -> None:
             return
         for each in given:
             os.close(each)
+
+
+def _look_up_once() -> None:
+    """Have the library look up the installed packages, which every process does once."""
+    from ckpt._engine import engine
+    from ckpt.handlers._registry import installed_handlers
+
+    installed_handlers()
+    engine._known_versions()
 
 
 def _modules_of_ckpt() -> list[str]:
