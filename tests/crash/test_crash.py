@@ -103,7 +103,7 @@ def test_a_kill_at_a_system_call_loses_nothing_acknowledged(tmp_path: Path) -> N
         prepared(root)
         path = path and path.format(root=root)
         decide = at_call(count, signal.SIGKILL, kind=kind, path=path)
-        run = run_watched(saver(root, mode, 1), decide, below=root)
+        run = run_watched(saver(root, mode, 1), decide, below=root, forked=True)
         assert run.returncode == KILLED, f"{point}: never reached"
         acks = acknowledged(run.output.splitlines(keepends=True))
         check_root(root, mode, [*OLD_ACKS[mode], *acks])
@@ -124,37 +124,28 @@ FAULTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[str]]]:
-    """For every fault the root of a saver that met it, and the lines it printed."""
-    base = tmp_path_factory.mktemp("faults")
-
-    def meet(fault: str) -> tuple[Path, list[str]]:
-        mode, kind, path, error, count = FAULTS[fault]
-        root = base / fault.replace(" ", "-")
-        prepared(root)
-        path = path and path.format(root=root)
-        # What cannot be removed stays so: nobody may wait for it, or try for ever.
-        lasting = kind == "remove"
-        decide = at_call(count, getattr(errno, error), kind=kind, path=path, lasting=lasting)
-        saves = 3 if mode == "append" else 1
-        run = run_watched(saver(root, mode, saves), decide, below=root)
-        assert (run.returncode, bool(run.met)) == (0, True)
-        return root, run.output.splitlines(keepends=True)
-
-    with ThreadPoolExecutor(2) as two:
-        return dict(zip(FAULTS, two.map(meet, FAULTS), strict=True))
+def meet(fault: str, root: Path) -> list[str]:
+    """Run a saver that meets a fault; return the lines it printed."""
+    mode, kind, path, error, count = FAULTS[fault]
+    prepared(root)
+    path = path and path.format(root=root)
+    # What cannot be removed stays so: nobody may wait for it, or try for ever.
+    lasting = kind == "remove"
+    decide = at_call(count, getattr(errno, error), kind=kind, path=path, lasting=lasting)
+    saves = 3 if mode == "append" else 1
+    run = run_watched(saver(root, mode, saves), decide, below=root, forked=True)
+    assert (run.returncode, bool(run.met)) == (0, True)
+    return run.output.splitlines(keepends=True)
 
 
 @pytest.mark.slow
 @needs_watching
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "removal of old files"])
-def test_a_save_that_the_disk_refused_is_not_there(
-    faulty: dict[str, tuple[Path, list[str]]], fault: str
-) -> None:
+def test_a_save_that_the_disk_refused_is_not_there(tmp_path: Path, fault: str) -> None:
     mode, _, _, error, _ = FAULTS[fault]
-    root, lines = faulty[fault]
+    root = tmp_path / "root"
+    lines = meet(fault, root)
     acks = acknowledged(lines)
     failed = {int(line.split()[1]): line.split()[2] for line in lines if line.startswith("failed")}
     assert list(failed) == [2]
@@ -167,10 +158,9 @@ def test_a_save_that_the_disk_refused_is_not_there(
 
 
 @needs_watching
-def test_an_overwrite_whose_old_files_cannot_be_removed_has_succeeded(
-    faulty: dict[str, tuple[Path, list[str]]],
-) -> None:
-    root, lines = faulty["removal of old files"]
+def test_an_overwrite_whose_old_files_cannot_be_removed_has_succeeded(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    lines = meet("removal of old files", root)
     assert acknowledged(lines) == [2]
     assert check_root(root, "overwrite", [2]) == 1
 
@@ -193,7 +183,7 @@ def trace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     base = tmp_path_factory.mktemp("trace")
     log, root = base / "log", base / "new" / "root"
     options = ["--seccomp-bpf", "-y", "-s", "16", "-o", str(log), "-e", f"trace={MODIFYING}"]
-    command = [*STRACE, *options, *saver(root, request.param, 2)]
+    command = [*STRACE, *options, sys.executable, *saver(root, request.param, 2)]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     assert acknowledged(run.stdout.splitlines(keepends=True)) == [0, 1]
     return root, log

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -48,8 +47,8 @@ EVERY, TYPICAL = 200, 60
 
 
 def saver(root: Path, *arguments: object) -> list[str]:
-    """The command that saves to `root`; see `save_until_killed.py`."""
-    return [sys.executable, SAVER, str(root), *map(str, arguments)]
+    """The script that saves to `root`, and its arguments; see `save_until_killed.py`."""
+    return [SAVER, str(root), *map(str, arguments)]
 
 
 def start(root: Path, *arguments: object) -> Forked:
@@ -165,7 +164,7 @@ def at_calls(directory: Path, count: int, seed: int = 0) -> Tally:
         root = directory / f"{mode}-{number}"
         shutil.copytree(template, root)
         decide = at_call(number, signal.SIGKILL) if number else None
-        run = run_watched(saver(root, mode, 1), decide, below=root)
+        run = run_watched(saver(root, mode, 1), decide, below=root, forked=True)
         acks = acknowledged(run.output.splitlines(keepends=True))
         where = f"{mode}, killed at call {number}, {run.met[0] if run.met else 'not reached'}"
         losses = verdict(root, mode, [*OLD_ACKS[mode], *acks], where)

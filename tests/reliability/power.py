@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.reliability.kills import KILLED, OLD_ACKS, acknowledged, prepared, saver, verdict
 from tests.reliability.tally import Tally
-from tests.support.kills import Call, watching
+from tests.support.kills import Call, watching_forked
 from tests.support.paths import PROGRAMS
 from tests.support.power import Disk, power_supply
 
@@ -98,9 +98,8 @@ def _attack(
     saves = [1] if number else [2] if point.kind == "idle" else []
     command = saver(root, point.mode, *saves)
     if forgetful:
-        command[1] = FORGETFUL
-    with watching(command, decide, below=root) as (child, watched):
-        assert child.stdout is not None
+        command[0] = FORGETFUL
+    with watching_forked(command, decide, below=root) as (child, watched):
         said = []
         if point.kind == "ack":
             # While it goes on with the next one, or deletes.

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from pathlib import Path
 from tests.reliability.kills import KILLED, acknowledged, attempts
 from tests.reliability.tally import Tally
 from tests.support.forked_programs import Forked, fork
-from tests.support.kills import at_call, watching
+from tests.support.kills import at_call, watching_forked
 from tests.support.snapshots import PROGRAM, children_of, shared_memory, steps_of, wait_for
 
 __all__ = ["at_calls", "at_random", "beside_keepers", "in_compiles", "with_keepers"]
@@ -284,14 +283,13 @@ def at_calls(directory: Path, count: int, seed: int = 0) -> Tally:
         losses = []
         with shared_memory() as memory:
             host = _Host(place / "root", memory, place / "errors")
-            command = [sys.executable, str(PROGRAM), str(host.root), str(memory), "die", "0", "3"]
+            command = [str(PROGRAM), str(host.root), str(memory), "die", "0", "3"]
             decide = at_call(number, signal.SIGKILL) if number else None
             with (
                 open(host.errors, "a") as errors,
-                watching(command, decide, below=memory, errors=errors) as (child, watched),
+                watching_forked(command, decide, below=memory, errors=errors) as (child, watched),
             ):
                 try:
-                    assert child.stdout is not None
                     host.hear(child.stdout)
                     assert child.wait() == KILLED, f"ended with {child.returncode}"
                     if all(call.process == child.pid for call in watched.met):

@@ -39,9 +39,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-__all__ = ["KINDS", "Call", "Decide", "Watched", "at_call", "can_watch", "run_watched", "watching"]
+if TYPE_CHECKING:
+    from tests.support.forked_programs import Forked
+
+__all__ = [
+    "KINDS",
+    "Call",
+    "Decide",
+    "Watched",
+    "at_call",
+    "can_watch",
+    "run_watched",
+    "watching",
+    "watching_forked",
+]
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "create": ("openat",),
@@ -93,6 +106,7 @@ _NEW_LISTENER, _WAIT_KILLABLE = 1 << 3, 1 << 5
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101
 _REQUEST, _ANSWER = struct.Struct("=QIIiIQ6Q"), struct.Struct("=QqiI")
 _CONTINUE = 1
+_PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +193,7 @@ def run_watched(
     kinds: Iterable[str] = KINDS,
     timeout_s: float = 120,
     environment: Mapping[str, str] | None = None,
+    forked: bool = False,
 ) -> Watched:
     """Run a program to its end; its standard output is collected.
 
@@ -189,15 +204,14 @@ def run_watched(
         kinds: The kinds of calls to show.
         timeout_s: After so long the program is killed.
         environment: The program's environment; this one's where it is not given.
+        forked: Whether the command is a script with its arguments, for a process that is forked off
+            one that has imported the libraries; see `forked_programs`.
 
     Raises:
         subprocess.TimeoutExpired: The program did not end in time.
         OSError: The calls cannot be watched here; see `can_watch`.
     """
-    with watching(command, decide, below=below, kinds=kinds, environment=environment) as (
-        child,
-        watched,
-    ):
+    with _watching(command, decide, below, kinds, environment, None, forked) as (child, watched):
         watched.output, _ = child.communicate(timeout=timeout_s)
     return watched
 
@@ -218,28 +232,40 @@ def watching(
 
     What still runs at the end of the body is killed.
     """
+    with _watching(command, decide, below, kinds, environment, errors, False) as (child, watched):
+        assert isinstance(child, subprocess.Popen)
+        yield child, watched
+
+
+@contextlib.contextmanager
+def watching_forked(
+    command: Sequence[str],
+    decide: Decide | None = None,
+    *,
+    below: Path,
+    kinds: Iterable[str] = KINDS,
+    errors: IO[str] | None = None,
+) -> Iterator[tuple[Forked, Watched]]:
+    """Run a script with its arguments, as `watching` does, but forked; see `forked_programs`."""
+    with _watching(command, decide, below, kinds, None, errors, True) as (child, watched):
+        assert not isinstance(child, subprocess.Popen)
+        yield child, watched
+
+
+@contextlib.contextmanager
+def _watching(
+    command: Sequence[str],
+    decide: Decide | None,
+    below: Path,
+    kinds: Iterable[str],
+    environment: Mapping[str, str] | None,
+    errors: IO[str] | None,
+    forked: bool,
+) -> Iterator[tuple[subprocess.Popen[str] | Forked, Watched]]:
     watched = Watched()
     top = os.path.realpath(below)
-    ours, theirs = socket.socketpair()
-    launcher = [sys.executable, "-I", "-S", __file__, str(theirs.fileno()), ",".join(kinds)]
-    pipe = subprocess.PIPE
-    with ours, theirs:
-        child = subprocess.Popen(
-            [*launcher, *command],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=errors,
-            text=True,
-            pass_fds=[theirs.fileno()],
-            env=environment,
-        )
-        theirs.close()
-        try:
-            listener = _received(ours)
-        except BaseException:
-            child.kill()
-            child.communicate()
-            raise
+    start = _start_forked if forked else _start
+    child, listener = start(command, ",".join(kinds), environment, errors)
     guard = threading.Thread(target=_guard, args=(listener, child, decide, top, watched))
     guard.start()
     try:
@@ -255,6 +281,64 @@ def watching(
         watched.returncode = child.returncode
         if watched.failure is not None:
             raise watched.failure
+
+
+def _start(
+    command: Sequence[str],
+    kinds: str,
+    environment: Mapping[str, str] | None,
+    errors: IO[str] | None,
+) -> tuple[subprocess.Popen[str], int]:
+    """Start a program; return it, and the descriptor at which its calls arrive."""
+    ours, theirs = socket.socketpair()
+    launcher = [sys.executable, "-I", "-S", __file__, str(theirs.fileno()), kinds]
+    pipe = subprocess.PIPE
+    with ours, theirs:
+        child = subprocess.Popen(
+            [*launcher, *command],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=errors,
+            text=True,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+        )
+        theirs.close()
+        try:
+            return child, _received(ours)
+        except BaseException:
+            child.kill()
+            child.communicate()
+            raise
+
+
+def _start_forked(
+    command: Sequence[str],
+    kinds: str,
+    environment: Mapping[str, str] | None,
+    errors: IO[str] | None,
+) -> tuple[Forked, int]:
+    """Do the same with a script, forked."""
+    # Not for those that run this file as a program.
+    from tests.support.forked_programs import fork
+
+    with socket.socket(socket.AF_UNIX) as server:
+        # A name of the kernel's choice, which no file has.
+        server.bind("")
+        server.listen()
+        server.settimeout(_PATIENCE_S)
+        name = f"@{server.getsockname().hex()}"
+        where = 2 if errors is None else errors.fileno()
+        env = dict(os.environ if environment is None else environment)
+        child = fork(0, [__file__, name, kinds, *command], where, env)
+        try:
+            ours, _ = server.accept()
+            with ours:
+                return child, _received(ours)
+        except BaseException:
+            child.kill()
+            child.communicate()
+            raise
 
 
 def can_watch() -> bool:
@@ -281,7 +365,7 @@ def _received(ours: socket.socket) -> int:
 
 def _guard(
     listener: int,
-    child: subprocess.Popen[str],
+    child: subprocess.Popen[str] | Forked,
     decide: Decide | None,
     top: str,
     watched: Watched,
@@ -361,18 +445,17 @@ def _path_at(thread: int, arguments: Sequence[int], directory: int | None, path:
     return os.path.normpath(given if given.startswith("/") else f"{os.readlink(start)}/{given}")
 
 
-def _launch(channel: int, kinds: str, *command: str) -> None:
-    """This file as a program: have the calls of this process watched, then become `command`."""
-    with socket.socket(fileno=channel) as theirs:
+def _launch(channel: socket.socket, kinds: str) -> None:
+    """This file as a program: have the calls of this process watched."""
+    with channel:
         try:
             listener = _filter(kinds.split(","))
         except OSError as error:
-            theirs.send(str(error.errno).encode())
+            channel.send(str(error.errno).encode())
             raise SystemExit(127) from None
         descriptors = array.array("i", [listener])
-        theirs.sendmsg([b"0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+        channel.sendmsg([b"0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
         os.close(listener)
-    os.execvp(command[0], command)
 
 
 def _filter(kinds: Sequence[str]) -> int:
@@ -412,5 +495,20 @@ def _filter(kinds: Sequence[str]) -> int:
     raise OSError(ctypes.get_errno(), "seccomp")
 
 
+def _run_forked(name: str, kinds: str) -> None:
+    """In a forked process: have its calls watched, then become the script that follows."""
+    from tests.support.real_jobs import run_child
+
+    channel = socket.socket(socket.AF_UNIX)
+    channel.connect(bytes.fromhex(name.removeprefix("@")))
+    _launch(channel, kinds)
+    sys.argv[1:3] = []
+    run_child()
+
+
 if __name__ == "__main__":
-    _launch(int(sys.argv[1]), *sys.argv[2:])
+    if sys.argv[1].startswith("@"):
+        _run_forked(sys.argv[1], sys.argv[2])
+    else:
+        _launch(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+        os.execvp(sys.argv[3], sys.argv[3:])

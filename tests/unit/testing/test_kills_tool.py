@@ -100,6 +100,25 @@ def test_a_program_is_killed_before_the_call(tmp_path: Path, number: int) -> Non
         assert (tmp_path / "made/file").read_bytes() == (b"1" if number > 3 else b"")
 
 
+def test_a_forked_script_is_watched_alike(tmp_path: Path) -> None:
+    script, root = tmp_path / "program.py", tmp_path / "root"
+    script.write_text(PROGRAM)
+    root.mkdir()
+    number = 4
+    decide = at_call(number, signal.SIGKILL)
+    run = run_watched([str(script), str(root)], decide, below=root, forked=True)
+    assert (run.returncode, run.output) == (-signal.SIGKILL, "")
+    assert seen(run.calls, root) == CALLS[:number]
+    assert seen(run.met, root) == [CALLS[number - 1]]
+    assert (root / "made/file").read_bytes() == b"1"
+
+    (root / "made/file").unlink()
+    (root / "made").rmdir()
+    run = run_watched([str(script), str(root)], below=root, forked=True)
+    assert (run.returncode, run.output, run.met) == (0, "end\n", [])
+    assert seen(run.calls, root) == CALLS
+
+
 def test_calls_are_counted_over_all_threads(tmp_path: Path) -> None:
     run = run_watched(command(THREADS, tmp_path), at_call(4, signal.SIGKILL), below=tmp_path)
     assert run.returncode == -signal.SIGKILL
