@@ -19,7 +19,7 @@ needs_watching = pytest.mark.skipif(not can_watch(), reason="system calls cannot
 
 
 def test_a_kill_at_a_random_moment_loses_no_snapshot(tmp_path: Path) -> None:
-    at_random(tmp_path, 24, seed=1).check(faults=1)
+    at_random(tmp_path, 12, seed=1).check(faults=1)
 
 
 @needs_watching
