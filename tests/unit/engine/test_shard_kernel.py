@@ -66,7 +66,8 @@ def assert_same(found: Array, wanted: Array) -> None:
     st.integers(0, 1000),
     st.floats(0, 0.99),
 )
-@settings(max_examples=25, deadline=None)
+# Each example is compiled.
+@settings(max_examples=12, deadline=None)
 def test_it_finds_what_the_host_finds(
     name: str,
     outer: list[int],
