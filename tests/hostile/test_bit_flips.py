@@ -12,7 +12,7 @@ from tests.reliability.tally import Tally
 
 
 @pytest.mark.parametrize(
-    ("campaign", "count"), [(replicas, 30), (passes, 120), (staged, 30), (stored, 120)]
+    ("campaign", "count"), [(replicas, 30), (passes, 60), (staged, 30), (stored, 60)]
 )
 def test_every_flipped_bit_is_found_with_its_leaf(
     tmp_path: Path, campaign: Callable[..., Tally], count: int

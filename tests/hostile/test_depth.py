@@ -21,7 +21,7 @@ from ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedForm
 from tests.hostile.test_mutations import rewritten, saved
 
 MOST = 200
-LEVELS = 50_000
+LEVELS = 20_000
 MOST_BYTES = 64 << 20
 
 CALLS: dict[str, Callable[[Path], object]] = {
