@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +33,15 @@ def placed(state: State, mesh: Mesh) -> State:
         sharding = NamedSharding(mesh, spec)
         if jax.process_count() == 1:
             return jax.device_put(leaf, sharding)
-        return jax.jit(lambda array: array, out_shardings=sharding)(leaf)
+        return _placing(sharding)(leaf)
 
     return jax.tree.map(place, state)
+
+
+@functools.cache
+def _placing(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """Return a function that is compiled once for arrays of one shape."""
+    return jax.jit(lambda array: array, out_shardings=sharding)
 
 
 def first_state() -> State:

@@ -1,6 +1,8 @@
 """Trains over all processes of a job, with marks, and tells what was logged about them.
 
-train_marked_in_job.py ROOT END [forget]
+train_marked_in_job.py ROOT END RUN...
+
+Each run is `train`, or `forget`: that one goes on with another random key.
 """
 
 from __future__ import annotations
@@ -23,9 +25,6 @@ class Listener(logging.Handler):
 
 
 def main(root: str, end: int, forgets: bool) -> None:
-    logger = logging.getLogger("ckpt")
-    logger.addHandler(Listener())
-    logger.setLevel(logging.INFO)
     mesh = mesh_of(jax.device_count())
     with ckpt.sync.CheckpointManager(root) as mgr:
         start, state = mgr.resume(placed(first_state(), mesh))
@@ -36,7 +35,12 @@ def main(root: str, end: int, forgets: bool) -> None:
             state = step_of(state)
             if step == 3:
                 mgr.save(step, state)
+
+
+logger = logging.getLogger("ckpt")
+logger.addHandler(Listener())
+logger.setLevel(logging.INFO)
+for run in sys.argv[3:]:
+    said.clear()
+    main(sys.argv[1], int(sys.argv[2]), run == "forget")
     tell([text for text in said if "repeated" in text or "is not what it was" in text])
-
-
-main(sys.argv[1], int(sys.argv[2]), sys.argv[3:] == ["forget"])
