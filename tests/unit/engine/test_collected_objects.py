@@ -20,7 +20,7 @@ from ckpt._engine.restore import placement
 from ckpt._interop.orbax import sidecars
 from ckpt._tree.leaf_specs import Classifier
 
-LEAVES = 2000
+LEAVES = 800
 
 
 def looked_at() -> int:

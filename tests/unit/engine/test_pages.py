@@ -35,7 +35,7 @@ def wants_huge_pages(address: int) -> bool:
 def test_what_is_in_the_memory_stays(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "_QUICK_SECONDS", 1e9)
     memory = np.frombuffer(mmap.mmap(-1, 24 * MIB), np.uint8)
-    memory[:] = np.arange(len(memory)) % 251
+    memory[:] = np.resize(np.arange(251, dtype=np.uint8), len(memory))
     before = memory.copy()
     cuts = [first, first + 4 * MIB, first + 9 * MIB + 3, first + 9 * MIB + 3, 24 * MIB]
     arena.choose_pages([memory[a:b] for a, b in pairwise(cuts)])
