@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 
 import ckpt
 import ckpt.sync
+from ckpt._proof.state_pass import StatePass
 from ckpt.errors import NotRepeatedError, ReadOnlyError, UnsupportedLeafError
 from ckpt.storage._local.storage import LocalStorage
 from tests.behaviour.proof.small_training import (
@@ -58,6 +59,21 @@ def run(
             if number == SAVED:
                 mgr.save(number, state)
     return state
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once() -> Iterator[None]:
+    """Let all managers of this module use what one of them has compiled for alike states."""
+    calls: dict[Any, Any] = {}
+
+    def begin(self: StatePass, step: int, tree: Any) -> Any:
+        self._calls = calls
+        return begin_alone(self, step, tree)
+
+    begin_alone = StatePass.begin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StatePass, "begin", begin)
+        yield
 
 
 @pytest.fixture(scope="module")
