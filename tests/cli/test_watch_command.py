@@ -28,30 +28,38 @@ import jax.numpy as jnp
 import ckpt
 from tests.support.gated_item import Gate, GateHandler
 
+mgr = None
 gates = {}
-with ckpt.sync.CheckpointManager(sys.argv[1], handlers=[GateHandler()]) as mgr:
-    print("ready", flush=True)
-    for line in sys.stdin:
-        what, step = line.split()
-        step = int(step)
+print("ready", flush=True)
+for line in sys.stdin:
+    what, about = line.split()
+    if what == "open":
+        mgr = ckpt.sync.CheckpointManager(about, handlers=[GateHandler()])
+    elif what == "close":
+        for gate, commit in gates.values():
+            gate.open()
+        gates.clear()
+        mgr.close()
+    else:
+        step = int(about)
         state = {"w": jnp.full((64, 64), step)}
-        if what == "save":
-            mgr.save(step, state, metrics={"loss": 1 / step}, if_exists="replace").result()
-        elif what == "begin":
-            gate = Gate()
-            items = {"state": state, "gate": gate}
-            gates[step] = gate, mgr.save(step, items=items)
-            assert gate.reached.wait(60)
-        elif what == "end":
-            gate, commit = gates.pop(step)
-            gate.open()
-            commit.result()
-        elif what == "cancel":
-            gate, commit = gates.pop(step)
-            commit.cancel()
-            gate.open()
-            commit.exception()
-        print(what, step, flush=True)
+    if what == "save":
+        mgr.save(step, state, metrics={"loss": 1 / step}, if_exists="replace").result()
+    elif what == "begin":
+        gate = Gate()
+        items = {"state": state, "gate": gate}
+        gates[step] = gate, mgr.save(step, items=items)
+        assert gate.reached.wait(60)
+    elif what == "end":
+        gate, commit = gates.pop(step)
+        gate.open()
+        commit.result()
+    elif what == "cancel":
+        gate, commit = gates.pop(step)
+        commit.cancel()
+        gate.open()
+        commit.exception()
+    print(what, about, flush=True)
 """
 
 
@@ -60,11 +68,11 @@ class Trainer:
         self._process = process
         assert process.line() == "ready\n"
 
-    def do(self, what: str, step: int) -> None:
+    def do(self, what: str, about: object) -> None:
         assert self._process.process.stdin is not None
-        self._process.process.stdin.write(f"{what} {step}\n")
+        self._process.process.stdin.write(f"{what} {about}\n")
         self._process.process.stdin.flush()
-        assert self._process.line() == f"{what} {step}\n"
+        assert self._process.line() == f"{what} {about}\n"
 
 
 @pytest.fixture
@@ -72,10 +80,18 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-@pytest.fixture
-def trainer(root: Path) -> Iterator[Trainer]:
-    with running(root, script=_TRAINER) as process:
+@pytest.fixture(scope="module")
+def started() -> Iterator[Trainer]:
+    """A trainer that trains for one test after the other."""
+    with running(script=_TRAINER) as process:
         yield Trainer(process)
+
+
+@pytest.fixture
+def trainer(root: Path, started: Trainer) -> Iterator[Trainer]:
+    started.do("open", root)
+    yield started
+    started.do("close", root)
 
 
 def event(command: Running) -> dict:
