@@ -24,8 +24,8 @@ PROGRAM = PROGRAMS / "train_for_drill.py"
 SEED = 3
 
 
-def program(tmp_path: Path, fault: str = "") -> list[str]:
-    return [sys.executable, str(PROGRAM), str(tmp_path / "own"), fault]
+def program(tmp_path: Path, fault: str = "", *more: str) -> list[str]:
+    return [sys.executable, str(PROGRAM), str(tmp_path / "own"), fault, *more]
 
 
 def left_behind(folder: Path) -> list[str]:
@@ -47,7 +47,7 @@ def test_a_program_that_resumes_repeats_its_steps_and_its_root_stays_as_it_was(
 ) -> None:
     (tmp_path / "own").mkdir()
     scratch = tmp_path / "scratch"
-    found = drill(program(tmp_path), steps=10, devices=[2], seed=SEED, scratch=scratch)
+    found = drill(program(tmp_path, "", "tier"), steps=10, devices=[2], seed=SEED, scratch=scratch)
     assert found.ok, found
     ((last, first),) = found.kills
     assert first <= last + 1
@@ -83,7 +83,7 @@ def test_a_program_that_resumes_wrongly_is_told_step_and_leaf(tmp_path: Path) ->
 
 def test_a_program_that_begins_again_is_found(tmp_path: Path, resume_drill: Any) -> None:
     with pytest.raises(pytest.fail.Exception, match="began again at step 0: it does not resume"):
-        resume_drill(program(tmp_path, "does not resume"), steps=10, seed=SEED)
+        resume_drill(program(tmp_path, "does not resume", "tier"), steps=10, seed=SEED)
     # Its agent cannot copy a step whose number is taken, and would wait for ever.
     until(lambda: not left_behind(tmp_path), 20)
 

@@ -1,4 +1,4 @@
-"""A training for drills: `train_for_drill.py ROOT [FAULT]`.
+"""A training for drills: `train_for_drill.py ROOT [FAULT [tier]]`.
 
 Each step waits for a moment, so that a drill can kill it before it ends.
 """
@@ -26,9 +26,10 @@ def fresh() -> dict[str, Any]:
     return {"w": np.random.default_rng(seed).normal(size=8), "m": np.zeros(8), "step": 0}
 
 
-tier = ckpt.tiers.Tier(f"{root}-near")
+# An agent of a tier is one more process.
+tiers = [ckpt.tiers.Tier(f"{root}-near")] if "tier" in sys.argv[3:] else []
 every = ckpt.save_when.Steps([11] if fault == "saves nothing" else range(0, 12, 3))
-options: dict[str, Any] = {"save_when": every, "trash": f"{root}-trash", "keep": 2, "tiers": [tier]}
+options: dict[str, Any] = {"save_when": every, "trash": f"{root}-trash", "keep": 2, "tiers": tiers}
 with ckpt.sync.CheckpointManager(root, **options) as mgr:
     start, state = mgr.resume(fresh())
     if fault == "does not resume":
