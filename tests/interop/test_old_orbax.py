@@ -7,8 +7,6 @@ import json
 import logging
 import pickle
 import shutil
-import subprocess
-import sys
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +23,7 @@ from ckpt import errors, step_names
 from ckpt.sync import CheckpointManager
 from tests.interop.old_orbax import write_samples
 from tests.interop.old_orbax.write_samples import LOSSES, STATES, STEPS, Moments, described
+from tests.support import forked_programs
 from tests.support.trees import structure
 
 HERE = Path(write_samples.__file__).parent
@@ -153,12 +152,7 @@ def test_a_root_of_an_old_version(unpacked: Mapping[str, Path], version: str, na
 
 def test_everything_that_the_installed_version_writes(tmp_path: Path) -> None:
     folder = tmp_path / "new"
-    run = subprocess.run(
-        [sys.executable, write_samples.__file__, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    run = forked_programs.run(write_samples.__file__, folder)
     assert run.returncode == 0, run.stderr[-2000:]
     found = json.loads((folder / "expected.json").read_text())
     assert {"standard-full", "v1-full", "classes-full", "manager-composite"} <= set(

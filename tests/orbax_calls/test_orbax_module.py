@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,15 @@ import pytest
 import ckpt
 import ckpt_orbax as ocp
 from tests.orbax_calls.runs import small_files
+from tests.support import forked_programs
 from tests.support.paths import ROOT
 
 MODULES = sorted((ROOT / "ckpt_orbax").rglob("*.py"))
 
 
 def run(script: str) -> str:
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True
-    )
+    ended = forked_programs.run("-c", script)
+    assert ended.returncode == 0, ended.stderr
     return ended.stdout.strip()
 
 
