@@ -217,12 +217,8 @@ async def all_orders(
 @pytest.fixture(autouse=True)
 def _pauses_are_turns(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "schedule" in request.node.name:
-
-        async def pause() -> None:
-            # Somebody else's operation is waited for.
-            await anyio.lowlevel.checkpoint()
-
-        monkeypatch.setattr(pins_module, "_pause", pause)
+        # Who waits for somebody else's operation lets it go on, and looks again.
+        monkeypatch.setattr(pins_module, "_PAUSE_SECONDS", 0)
         monkeypatch.setattr(pins_module, "_LOOKS", 3)
 
 

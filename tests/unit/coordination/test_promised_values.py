@@ -19,9 +19,12 @@ class Noted:
     def __init__(self, inner: Any, asked: set[str]) -> None:
         self._inner, self._asked, self._guard = inner, asked, threading.Lock()
         self.has_listed = threading.Event()
+        # Attributes of its own: a protocol asks no `__getattr__` from Python 3.12 on.
+        for name in dir(inner):
+            if not name.startswith("_"):
+                setattr(self, name, self._noting(name, getattr(inner, name)))
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
+    def _noting(self, name: str, found: Any) -> Any:
         if not callable(found):
             return found
 
