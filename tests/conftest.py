@@ -53,23 +53,20 @@ settings.register_profile("thorough", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-# What jax compiles for one test it loads for the others, which takes a tenth of the time. The
-# folder is of this process alone: jax does not write its files atomically.
-_COMPILED = tempfile.mkdtemp(prefix="ckpt-test-compiled-")
-jax.config.update("jax_compilation_cache_dir", _COMPILED)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+def pytest_configure(config: pytest.Config) -> None:
+    """Let tests load what jax has compiled for others, which takes a tenth of the time."""
+    # Of this process alone: jax does not write its files atomically.
+    folder = tempfile.mkdtemp(prefix="ckpt-test-compiled-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_collection_finish() -> None:
     """Keep what has been imported and collected out of every later garbage collection."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Remove what jax has compiled."""
-    shutil.rmtree(_COMPILED, ignore_errors=True)
 
 
 @pytest.fixture
