@@ -151,8 +151,7 @@ def _is_scalar_type(value: Any) -> bool:
 
 
 def _refused(where: str, value: object, expected: str) -> InvalidArgumentError:
-    kind = type(value).__name__
     return InvalidArgumentError(
-        f"Contract: {where[:200] or 'run'} is {shown(value, 80)}, of type {kind}: expected "
-        f"{expected}"
+        f"Contract: {where[:200] or 'run'} is {shown(value, 80)}, of type {type(value).__name__}: "
+        f"expected {expected}"
     )

@@ -95,12 +95,14 @@ class _Drill(Struct):
         scratch: The folder of the scratch roots, and of the output of the program.
         last: The last step to compare.
         timeout: Seconds that each run may take.
+        was_killed: True if the latest run was killed, and had not ended by itself.
     """
 
     command: Sequence[str]
     scratch: Path
     last: int
     timeout: float
+    was_killed: bool = False
 
     def run(self, name: str, until: Callable[[Path, _Runs], bool], devices: int = 0) -> _Runs:
         """Run the program in a scratch root until something is so, or until it ends.
@@ -148,6 +150,7 @@ class _Drill(Struct):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(program.pid, signal.SIGKILL)
                 status = program.wait()
+                self.was_killed = is_killed and status == -signal.SIGKILL
         if status and not is_killed:
             raise CheckpointError(f"the program ended with status {status}{_said(log)}")
         runs = _marks_in(top)
@@ -179,9 +182,9 @@ def drill(
 ) -> DrillReport:
     """Run a program without a kill and with kills, and compare the marks of its steps.
 
-    All that it saves by this library is in scratch folders, and nothing in its own places. What it
-    reads is its own until it has written it in the drill. Files that the program writes by itself,
-    it writes as ever.
+    All that it saves with this library goes to scratch folders, and nothing to its own places. A
+    place is read where it is until the program has written to it in the drill. Files that the
+    program writes itself go where they always do.
 
     Args:
         command: The program, with its arguments.
@@ -278,8 +281,7 @@ def _drilled(
 
         runs = run.run("killed", is_there, devices)
         kills.append(max(runs[-1]))
-        # One of short steps may be killed behind the last step to compare.
-        if kills[-1] == max(whole) <= run.last:
+        if not run.was_killed:
             raise CheckpointError(
                 f"the program ended before it could be killed, after step {kills[-1]}: let it "
                 "run more steps than are drilled, or longer ones"
@@ -333,8 +335,8 @@ def _marks_in(top: Path) -> _Runs:
     folders = [path / FOLDER for path in _folders(top) if (path / FOLDER).exists()]
     if len(folders) > 1:
         raise CheckpointError(
-            f"several managers of the program make marks, in {folders[0].parent.name} and "
-            f"{folders[1].parent.name}: let one of them do so"
+            f"several managers of the program make marks, in {folders[0].parent} and "
+            f"{folders[1].parent}: let one of them do so"
         )
     for path in sorted(note for folder in folders for note in folder.iterdir()):
         with contextlib.suppress(CorruptCheckpointError, FileNotFoundError):
@@ -354,11 +356,10 @@ def _folders(top: Path) -> Iterator[Path]:
 def _committed(top: Path) -> list[int]:
     """Return the committed steps in scratch roots."""
     found = []
-    for path in _folders(top):
-        # A step may be deleted meanwhile.
+    for path in (each / FILE_NAME for each in _folders(top) if "-tmp-" not in each.name):
+        # Most folders are no steps, and a step may be deleted meanwhile.
         with contextlib.suppress(FileNotFoundError):
-            if "-tmp-" not in path.name and (path / FILE_NAME).exists():
-                found.append(decode((path / FILE_NAME).read_bytes(), where=str(path)).step)
+            found.append(decode(path.read_bytes(), where=str(path)).step)
     return [step for step in found if step is not None]
 
 

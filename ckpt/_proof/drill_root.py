@@ -1,4 +1,4 @@
-"""What a manager does otherwise in a drill; its places are scratch folders."""
+"""What a manager does differently in a drill."""
 
 from __future__ import annotations
 

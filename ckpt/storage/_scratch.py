@@ -1,4 +1,4 @@
-"""Scratch folders: in a drill, what a program opens lies below one folder, and not where it is."""
+"""Scratch folders: in a drill, they take the place of all that a program opens."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ def marks(steps: Iterable[int]) -> dict[int, StateMark]:
 class Runs:
     """A program that makes the given steps in each of its runs: whole, killed, resumed."""
 
-    def __init__(self, last: int, *runs: range) -> None:
-        self.last, self.scratch = last, Path("scratch")
+    def __init__(self, last: int, *runs: range, was_killed: bool = True) -> None:
+        self.last, self.scratch, self.was_killed = last, Path("scratch"), was_killed
         self._runs = [marks(each) for each in runs]
         self._killed: list[dict[int, StateMark]] = []
 
@@ -61,4 +61,19 @@ def test_a_resume_behind_the_last_step_compares_nothing(monkeypatch: pytest.Monk
 
 def test_a_program_that_has_ended_was_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match="ended before it could be killed, after step 9"):
-        drilled(monkeypatch, Runs(10, range(10), range(10), range(8, 10)))
+        drilled(monkeypatch, Runs(10, range(10), range(10), range(8, 10), was_killed=False))
+
+
+def test_a_kill_at_the_last_step_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drilled(monkeypatch, Runs(10, range(11), range(11), range(8, 12))).ok
+
+
+@pytest.mark.parametrize(("command", "is_killed"), [(["sleep", "60"], True), (["true"], False)])
+def test_a_run_tells_a_kill_from_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], is_killed: bool
+) -> None:
+    none_yet: Iterator[list[dict[int, StateMark]]] = iter([[]])
+    monkeypatch.setattr(drill, "_marks_in", lambda _: next(none_yet, [marks(range(3))]))
+    run = drill._Drill(command, tmp_path, 10, 60.0)
+    run.run("killed", lambda *_: is_killed)
+    assert run.was_killed == is_killed
